@@ -179,13 +179,13 @@ class LocalCluster:
             async with asyncio.timeout(timeout_s):
                 while True:
                     # Before the pause in which nothing changes any more.
-                    is_over = self._have_all_ended() and view is not None and not view.nodes
+                    is_settled = self.is_over and view is not None and not view.nodes
                     if (await asyncio.wait({next_view}, timeout=_QUIET_S))[0]:
                         view = next_view.result()
                         if condition(view):
                             return view
                         next_view = asyncio.ensure_future(anext(following))
-                    elif is_over:
+                    elif is_settled:
                         raise JobOver(
                             f"all agents have ended, and what was waited for has not come or was "
                             f"missed; their output:\n{self.output()}"
@@ -195,7 +195,8 @@ class LocalCluster:
             await asyncio.wait({next_view})
             await client.close()
 
-    def _have_all_ended(self) -> bool:
+    @property
+    def is_over(self) -> bool:
         """Whether agents were started, and none of those that were not killed lives."""
         return bool(self.agents) and all(agent.poll() is not None for agent in self.agents.values())
 

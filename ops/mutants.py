@@ -53,6 +53,10 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "elastic/agent/membership.py",
         ("tests/unit/elastic/agent/test_membership.py",),
     ),
+    "view_reader": (
+        "elastic/agent/view_reader.py",
+        ("tests/unit/elastic/agent/test_membership.py",),
+    ),
     "retention": (
         "checkpoint/memory/snapshot_table.py",
         (f"{_MEMORY}/test_snapshot_table.py", _SCHEDULES),

@@ -25,13 +25,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from keepstep.elastic.agent.action_log import log_action
 from keepstep.elastic.agent.peer_connections import Peer, probe
+from keepstep.elastic.agent.view_reader import ViewReader
 from keepstep.elastic.errors import (
     InvariantViolated,
     JobFailed,
@@ -59,7 +61,6 @@ from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     NodeReport,
     RestartRequest,
-    Result,
     decode_secret,
 )
 from keepstep.elastic.rendezvous.reports import Reports
@@ -75,12 +76,10 @@ from keepstep.elastic.rendezvous.view import (
     View,
     apply,
     from_listing,
-    missing_chunks,
-    with_chunks,
     with_reports,
     without_unlisted_chunks,
 )
-from keepstep.elastic.store.contract import Change, Committed, KeyValue, Reset, Store
+from keepstep.elastic.store.contract import Change, Committed, Reset, Store
 
 log = logging.getLogger("keepstep")
 
@@ -88,8 +87,6 @@ T = TypeVar("T")
 
 _RENEWALS_PER_TTL = 4
 _LEAVE_TIMEOUT_S = 10.0
-_CHUNKS_READ_ONE_BY_ONE = 8
-_REREAD_S = 0.05
 _PREDECESSOR_POLL_S = 0.2
 _UNKNOWN_WRITE_WAIT_S = 2.0
 _OUTAGE_POLL_S = 0.2
@@ -133,6 +130,7 @@ class Membership:
         self._store = store
         self._secret = secret
         self._keys = Keys(job)
+        self._reader = ViewReader(store, self._keys, record.node)
         self._policy = policy
         self._ttl_s = lease_ttl_s
         self._on_change = on_change
@@ -173,7 +171,7 @@ class Membership:
         """
         began_s = time.monotonic()
         while True:
-            view = await self._read_before_joining()
+            view = await self._reader.before_joining(self.view)
             if self._secret is not None:
                 is_same_job = view.secret == self._secret.hex().encode()
                 self.record = (
@@ -211,63 +209,16 @@ class Membership:
         secret = secrets.token_hex(32).encode()
         await self._write_until_known(transactions.join(self._keys, view, record, secret))
         # The first of two attempts may have been applied: the lease shows whether the key is ours.
-        stored = await self._read_own_key()
+        stored = await self._reader.own_key()
         if stored is None or stored.lease != lease.id:
             await self._store.revoke(lease.id)
             return False
-        view = await self._read_followed()
+        view = await self._reader.followed(self.view)
         check_view(view)
         self.view, self.record = view, record
         self._lease, self._created, self._modified = lease, stored.created, stored.created
         self._written = record
         return True
-
-    async def _read_before_joining(self) -> View:
-        """Read what every agent follows, who joined last, one node, and the one of this name."""
-        # Before the nodes: whoever joins after that changes it.
-        (*joins,) = (await self._store.read(self._keys.single("last_join"), limit=1)).items
-        view = await self._read_followed()
-        nodes = (await self._store.read(self._keys.node(), limit=1)).items
-        own = await self._read_own_key()
-        items = (*joins, *nodes, *((own,) if own is not None else ()))
-        return replace(
-            apply(self._keys, view, (Change(item.key, item, view.revision) for item in items)),
-            revision=view.revision,
-        )
-
-    async def _read_own_key(self) -> KeyValue | None:
-        key = self._keys.node(self.record.node)
-        listing = await self._store.read(key, limit=1)
-        return next((item for item in listing.items if item.key == key), None)
-
-    async def _read_followed(self) -> View:
-        """Read what every agent follows."""
-        while True:
-            listing = await self._store.read(self._keys.followed)
-            known = View(revision=listing.revision, chunks=self.view.chunks)
-            complete = await self._with_missing_chunks(known, listing.items)
-            if complete is not None:
-                changes = (Change(item.key, item, listing.revision) for item in listing.items)
-                return without_unlisted_chunks(
-                    replace(apply(self._keys, complete, changes), revision=listing.revision)
-                )
-            await asyncio.sleep(_REREAD_S)
-
-    async def _with_missing_chunks(self, view: View, items: Collection[KeyValue]) -> View | None:
-        """Read the members that placements among these items list and the view lacks.
-
-        Returns None if some are not there any more: a later generation has been opened.
-        """
-        missing = missing_chunks(self._keys, view, items)
-        if not missing:
-            return view
-        if len(missing) <= _CHUNKS_READ_ONE_BY_ONE:
-            listings = [await self._store.read(self._keys.chunk(digest)) for digest in missing]
-            found = [item for listing in listings for item in listing.items]
-        else:
-            found = list((await self._store.read(self._keys.chunk())).items)
-        view = with_chunks(self._keys, view, found)
-        return view if missing <= view.chunks.keys() else None
 
     async def run(self) -> None:
         """Keep the lease, mirror the view, write the record, and decide while this node leads.
@@ -336,7 +287,7 @@ class Membership:
                 await self._wait_for_others_to_leave()
             # Before the nodes: whoever joins after that changes it.
             last_join = await self._store.read(self._keys.single("last_join"), limit=1)
-            if not await self._has_others():
+            if not await self._reader.has_others():
                 view = from_listing(self._keys, last_join)
                 node = self.record.node
                 removal = transactions.remove_job(self._keys, view, node, self._created)
@@ -347,11 +298,6 @@ class Membership:
                 "could not sign off (%s); the lease ends by itself in %.0f s", error, self._ttl_s
             )
 
-    async def _has_others(self) -> bool:
-        """Whether another node is present."""
-        listing = await self._store.read(self._keys.node(), limit=2)
-        return any(item.key != self._keys.node(self.record.node) for item in listing.items)
-
     async def _wait_for_others_to_leave(self) -> None:
         """Wait until all other nodes have read the result and left."""
         nodes = self._keys.node()
@@ -361,7 +307,7 @@ class Membership:
                 asyncio.timeout(_LEAVE_TIMEOUT_S),
                 aclosing(self._store.watch(nodes, revision)) as changes,
             ):
-                while await self._has_others():
+                while await self._reader.has_others():
                     await anext(changes)
 
     async def _watch(self) -> None:
@@ -386,7 +332,7 @@ class Membership:
                         self._take_over(from_listing(self._keys, listing))
                     case changes:
                         if isinstance(changes, Reset) or not await self._fold(changes):
-                            self._take_over(await self._read_followed())
+                            self._take_over(await self._reader.followed(self.view))
                             return
                 if self._led_since and not self._mirrors_all:
                     return
@@ -396,7 +342,7 @@ class Membership:
         before: View | None = self.view
         if not self._mirrors_all:
             items = [change.value for change in changes if change.value is not None]
-            before = await self._with_missing_chunks(self.view, items)
+            before = await self._reader.with_missing_chunks(self.view, items)
         if before is None:
             return False
         view = apply(self._keys, before, changes)
@@ -471,7 +417,7 @@ class Membership:
             self._modified = done.revision
             return
         # The first of two attempts may have been applied.
-        stored = await self._read_own_key()
+        stored = await self._reader.own_key()
         self._modified = standing.settle_record(stored, self._created, record)
 
     async def _commit(self, transaction: Transaction) -> Committed:
@@ -559,7 +505,7 @@ class Membership:
                 action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
         parts = transactions.lead(self._keys, view, self._led_since, action, time.time())
         check_transition(view, transactions.preview(self._keys, view, parts))
-        _log_action(action, view)
+        log_action(action, view)
         self._announcements.note_sent(action)
         for part in parts:
             try:
@@ -591,37 +537,3 @@ async def _outlast_outages(call: Callable[[], Awaitable[T]]) -> T:
         except StoreUnavailable as error:
             log.debug("%s; trying again", error)
             await asyncio.sleep(_OUTAGE_POLL_S)
-
-
-def _log_action(action: actions.Action, view: View) -> None:
-    match action:
-        case actions.Open(generation):
-            log.info(
-                "generation %d: %d ranks on %d nodes (%s)",
-                generation.generation,
-                generation.world_size,
-                len(generation.members),
-                generation.reason,
-            )
-        case actions.Close(closing):
-            log.warning("generation %d ends: %s", closing.generation, closing.reason)
-        case actions.Evict(node, eviction):
-            log.error("node %s is evicted: %s", node, eviction.reason)
-        case actions.Publish(request=request):
-            log.info("step %d is stored in %s", request.commit.snapshot.step, request.url)
-        case actions.CancelPersist(reason=reason):
-            log.error("checkpoint not stored: %s", reason)
-        case actions.Finish(Result(succeeded=True)) if _reports_steps(view):
-            stored = view.checkpoint
-            log.info(
-                "the job is done after step %d; %s",
-                max(joined.record.step for joined in view.nodes.values()),
-                f"step {stored.step} is stored in {stored.url}" if stored else "nothing is stored",
-            )
-        case _:
-            pass
-
-
-def _reports_steps(view: View) -> bool:
-    """Whether the script has joined the job, and so has steps."""
-    return any(joined.record.step for joined in view.nodes.values())

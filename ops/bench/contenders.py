@@ -1,41 +1,26 @@
-"""Runs a job of two nodes under keepstep, torchrun or torchft, for goodput.py."""
+"""Runs a job of two nodes under keepstep, torchrun or torchft, for goodput.py and recovery.py."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
-import psutil
 import torch.distributed as dist
 
 from examples.local_cluster import LocalCluster
+from keepstep.elastic.store.ports import ReservedPort
+from ops.bench.processes import Processes
 
 WORKER = Path(__file__).with_name("goodput_worker.py")
 NODES, WORKERS = 2, 2
 
 
 class Contender(Protocol):
-    """A job of `NODES` nodes; the end of the context kills all of it."""
-
-    def __enter__(self) -> Self:
-        """Start whatever coordinates the nodes."""
-        ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Kill all processes."""
-        ...
+    """A job of `NODES` nodes."""
 
     def start(self, node: int) -> None:
         """Start a node."""
@@ -53,23 +38,8 @@ class Contender(Protocol):
 class Keepstep:
     """A job under `keepstep run`."""
 
-    def __init__(self, directory: Path) -> None:
-        self._cluster = LocalCluster(
-            "goodput", [str(WORKER), "keepstep", str(directory)],
-            nnodes=f"1:{NODES}", workers=WORKERS, log=directory / "agents",
-        )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        self._cluster.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._cluster.__exit__(kind, error, trace)
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
 
     def start(self, node: int) -> None:
         self._cluster.start(f"node-{node}")
@@ -82,48 +52,6 @@ class Keepstep:
             int(name.removeprefix("node-"))
             for name, agent in self._cluster.agents.items()
             if agent.poll() is not None
-        ]
-
-
-class Processes:
-    """Processes by node, with their descendants, and others that coordinate them."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._of_node: dict[int, dict[str, subprocess.Popen[bytes]]] = defaultdict(dict)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for node in list(self._of_node):
-            self.kill(node)
-
-    def run(self, node: int, name: str, command: Sequence[str], **environment: str) -> None:
-        """Start a process of a node; its output goes to a file of its name."""
-        with (self._directory / f"{name}.log").open("ab") as output:
-            self._of_node[node][name] = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **environment},
-            )  # fmt: skip
-
-    def kill(self, node: int) -> None:
-        for process in self._of_node.pop(node, {}).values():
-            kill_tree(process.pid)
-            process.wait()
-
-    def ended(self) -> list[tuple[int, str]]:
-        """Return the nodes and names of processes that have ended by themselves."""
-        return [
-            (node, name)
-            for node, processes in self._of_node.items()
-            for name, process in processes.items()
-            if process.poll() is not None
         ]
 
 
@@ -151,13 +79,21 @@ class Torchrun(Processes):
 
 
 class Torchft(Processes):
-    """A job of torchft: a replica group for each worker, started again whenever it ends."""
+    """A job of torchft: a replica group for each worker, started again whenever it ends.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: of the output, and of what the worker records.
+        worker: path of the script, which takes a mode and that directory.
+    """
+
+    def __init__(self, directory: Path, worker: Path) -> None:
         super().__init__(directory)
-        self._lighthouse_port, self._attempts = free_port(), 0
+        self._worker = worker
+        self._ports = ExitStack()
+        self._lighthouse_port = self._reserve_port()
 
-    def __enter__(self) -> Self:
+    def start_lighthouse(self) -> None:
+        """Start what coordinates the groups; before them."""
         lighthouse = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent))
         if lighthouse is None:
             raise RuntimeError("torchft is not installed: pip install '.[bench]'")
@@ -166,53 +102,62 @@ class Torchft(Processes):
             "--min_replicas", "1", "--join_timeout_ms", "1000",
         ]  # fmt: skip
         self.run(-1, "lighthouse", [lighthouse, *options])
-        return self
 
     def start(self, node: int) -> None:
         for number in range(node * WORKERS, (node + 1) * WORKERS):
-            self._start_group(number)
+            self.start_group(number)
 
-    def _start_group(self, number: int) -> None:
+    def start_group(self, number: int) -> None:
+        """Start a replica group, in place of one that has ended or was killed."""
         self.run(
             number // WORKERS, f"group-{number}",
-            [sys.executable, str(WORKER), "torchft", str(self._directory)],
+            [sys.executable, str(self._worker), "torchft", str(self._directory)],
             REPLICA_GROUP_ID=str(number), NUM_REPLICA_GROUPS=str(NODES * WORKERS),
-            RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()),
+            RANK="0", WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._reserve_port()),
             TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._lighthouse_port}",
         )  # fmt: skip
+
+    def _reserve_port(self) -> int:
+        return self._ports.enter_context(ReservedPort()).number
 
     def tend(self) -> list[int]:
         for node, name in self.ended():
             if node < 0:
                 raise RuntimeError("torchft's lighthouse has ended")
-            self._start_group(int(name.removeprefix("group-")))
+            self.start_group(int(name.removeprefix("group-")))
         return []
 
+    def close(self) -> None:
+        super().close()
+        self._ports.close()
 
-CONTENDERS: dict[str, type[Keepstep | Torchrun | Torchft]] = {
-    "keepstep": Keepstep,
-    "torchrun": Torchrun,
-    "torchft": Torchft,
+
+@contextmanager
+def keepstep(directory: Path) -> Iterator[Keepstep]:
+    with LocalCluster(
+        "goodput", [str(WORKER), "keepstep", str(directory)],
+        nnodes=f"1:{NODES}", workers=WORKERS, log=directory / "agents",
+    ) as cluster:  # fmt: skip
+        yield Keepstep(cluster)
+
+
+@contextmanager
+def torchrun(directory: Path) -> Iterator[Torchrun]:
+    with closing(Torchrun(directory)) as job:
+        yield job
+
+
+@contextmanager
+def torchft(directory: Path, worker: Path = WORKER) -> Iterator[Torchft]:
+    with closing(Torchft(directory, worker)) as job:
+        job.start_lighthouse()
+        yield job
+
+
+CONTENDERS: dict[str, Callable[[Path], AbstractContextManager[Contender]]] = {
+    "keepstep": keepstep,
+    "torchrun": torchrun,
+    "torchft": torchft,
 }
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
-    return int(port)
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants with SIGKILL."""
-    try:
-        root = psutil.Process(pid)
-        tree = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in tree:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+"""What starts the coordination of a job in a directory; the end of the context kills all of it."""

@@ -7,11 +7,9 @@ samples that the rank computed the step from.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, GPTConfig, initialize
+from gpt import GPT, initialize
 from text import Windows, standard_library
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-STEPS, GLOBAL_BATCH, CONTEXT = 1_000_000, 8, 128
-CONFIG = GPTConfig(width=192, layers=4, heads=4, context=CONTEXT)
+from ops.bench.gpt_training import (
+    CONTEXT,
+    GLOBAL_BATCH,
+    LEARNING_RATE,
+    ReplicaGroup,
+    agree_on_epoch,
+    initialized,
+    join_torchrun,
+    record_step,
+    sharded_model,
+)
+
+STEPS = 1_000_000
 MODE, DIRECTORY = sys.argv[1], Path(sys.argv[2])
 CHECKPOINT_EVERY = 10
 """Steps between torchrun's checkpoints: about 2.5 s. A save takes less, so none is waited for."""
@@ -48,15 +55,6 @@ class Recorded:
         return self._windows[index]
 
 
-def record_step(rank: int, step: int, world_size: int, epoch: int, samples: list[int]) -> None:
-    line = {
-        "rank": rank, "step": step, "world_size": world_size, "epoch": epoch,
-        "pid": os.getpid(), "at_s": time.monotonic(), "samples": samples,
-    }  # fmt: skip
-    with (DIRECTORY / f"rank-{rank}.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def read(dataset: Recorded, step: int, rank: int, size: int) -> tuple[Any, list[int]]:
     """Return a rank's share of the batch after `step` steps, and which samples it has."""
     begin = step * GLOBAL_BATCH + GLOBAL_BATCH * rank // size
@@ -66,34 +64,13 @@ def read(dataset: Recorded, step: int, rank: int, size: int) -> tuple[Any, list[
     return batch, list(dataset.indices)
 
 
-def sharded_model(mesh: DeviceMesh) -> GPT:
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def run_torchrun() -> None:
     """Train with FSDP2 under torchrun, and save with DCP's `async_save`."""
     attempt = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    tcp_store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    # Without a prefix a restart reads the last attempt's addresses from torchrun's store.
-    store = dist.PrefixStore(f"{attempt}-{os.environ['WORLD_SIZE']}", tcp_store)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    rank, size = join_torchrun(f"{attempt}-{os.environ['WORLD_SIZE']}", timedelta(seconds=60))
     saving = dist.new_group(backend="gloo")
-    model = sharded_model(init_device_mesh("cpu", (size,)))
-    model.to_empty(device="cpu")
-    initialize(model)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    begun_s = torch.tensor([time.monotonic()], dtype=torch.float64)
-    dist.broadcast(begun_s, src=0)
+    model, optimizer = initialized(size)
+    epoch = agree_on_epoch()
     step = load_newest(model, optimizer)
     dataset = Recorded()
     saved: Any = None
@@ -103,7 +80,7 @@ def run_torchrun() -> None:
         model(batch).backward()
         optimizer.step()
         step += 1
-        record_step(rank, step, size, int(begun_s.item() * 1000), samples)
+        record_step(DIRECTORY, rank, step, size, epoch, samples=samples)
         if step % CHECKPOINT_EVERY == 0:
             if saved is not None:
                 saved.result()
@@ -149,7 +126,9 @@ def run_keepstep() -> None:
 
     def build(world: keepstep.World) -> keepstep.State:
         model = sharded_model(world.mesh["dp"])
-        return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+        return keepstep.State(
+            model, functools.partial(AdamW, lr=LEARNING_RATE), initialize=initialize
+        )
 
     dataset = Recorded()
     checkpoint = str(DIRECTORY / "checkpoint")
@@ -164,60 +143,32 @@ def run_keepstep() -> None:
                 job.optimizer.step()
                 # Inside the step: a rank that is killed after it has recorded what was kept.
                 world = job.world
-                record_step(world.rank, job.steps + 1, world.world_size, world.generation, samples)
+                record_step(
+                    DIRECTORY, world.rank, job.steps + 1, world.world_size, world.generation,
+                    samples=samples,
+                )  # fmt: skip
 
 
 def run_torchft() -> None:
     """Train with torchft: four replica groups of one rank each, with the full model.
 
-    torchft replicates the model over groups; it does not shard it over them. The groups that take
-    part in a step divide its batch.
+    The groups that take part in a step divide its batch.
     """
-    from torchft import Manager, Optimizer, ProcessGroupGloo
-
-    group = int(os.environ["REPLICA_GROUP_ID"])
-    # torchft expects a store of the group, as torchrun provides it.
-    own_store = dist.TCPStore(
-        "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False
-    )
-    model = GPT(CONFIG)
-    initialize(model)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=1,
-        replica_id=f"bench_{group}",
-        timeout=timedelta(seconds=10),
-    )
-    managed = Optimizer(manager, optimizer)
+    group = ReplicaGroup()
+    manager = group.manager
     dataset = Recorded()
     while manager.current_step() < STEPS:
-        managed.zero_grad()
+        group.optimizer.zero_grad()
         before = manager.current_step()
         # The quorum, which `zero_grad` began, says who takes part in this step.
         manager.wait_quorum()
         rank, size = manager.participating_rank(), manager.num_participants()
         batch, samples = read(dataset, before, rank or 0, size)
-        model(batch).backward()
-        # torchft 0.2's DDP hook does not work with this PyTorch; one reduction of all gradients
-        # replaces it.
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        manager.allreduce(flat).wait()
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-        managed.step()
+        group.model(batch).backward()
+        group.reduce_gradients()
+        group.optimizer.step()
         if manager.current_step() == before + 1 and rank is not None:
-            record_step(group, before + 1, size, 0, samples)
-    del own_store
+            record_step(DIRECTORY, group.number, before + 1, size, 0, samples=samples)
 
 
 if __name__ == "__main__":

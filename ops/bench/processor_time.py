@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
+from ops.bench.processes import tree
+
 Seconds = dict[str, float]
 
 _ROLES: Mapping[str, str] = {
@@ -18,15 +20,6 @@ _ROLES: Mapping[str, str] = {
     "keepstep.checkpoint.server.server": "snapshot_server",
     "keepstep.monitor": "monitor",
 }
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    """Return a process and its descendants; none if it has ended."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def processor_s(processes: Iterable[psutil.Process]) -> float:

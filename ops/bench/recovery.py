@@ -18,14 +18,13 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 import psutil
@@ -36,13 +35,15 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.local_cluster import JobOver, LocalCluster, read_steps  # noqa: E402
-from ops.bench.processor_time import seconds_by_role, tree  # noqa: E402
+from ops.bench.contenders import NODES, torchft  # noqa: E402
+from ops.bench.processes import Processes  # noqa: E402
+from ops.bench.processor_time import seconds_by_role  # noqa: E402
 
 WORKER = ROOT / "ops" / "bench" / "recovery_worker.py"
 WORLD, KILL_AT = 4, 40
 WINDOW = 25
 DEADLINE_S = 120.0
-TORCHRUN_PORT, LIGHTHOUSE_PORT, GROUP_PORT = 29417, 29518, 29600
+TORCHRUN_PORT = 29417
 
 MEASURES = ("gap_s", "overhead_s", "full_s", "lost_steps")
 PHASES = ("noticed", "agreed", "groups", "restored", "first_step")
@@ -175,15 +176,39 @@ def phases(cluster: LocalCluster, killed_at_s: float) -> Measure:
     return {"phases": {n: later - sooner for n, (sooner, later) in zip(PHASES, parts, strict=True)}}
 
 
+class Job(Protocol):
+    """Whose processes make the steps."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the steps that are waited for cannot come any more."""
+        ...
+
+    def output(self) -> str:
+        """Return the end of its output."""
+        ...
+
+
 def wait_for(
-    directory: Path, condition: Callable[[list[Line]], bool], every_s: float = 0.05
+    job: Job, directory: Path, condition: Callable[[list[Line]], bool], every_s: float = 0.05
 ) -> list[Line]:
-    """Read the lines of the ranks until a condition holds; return the lines."""
+    """Read the lines of a job's ranks until a condition holds; return the lines.
+
+    Raises:
+        JobOver: it did not hold while there was a job; the message has the job's last output.
+        TimeoutError: it did not hold in time.
+    """
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
+        # Asked before the lines are read, so that the last of them count.
+        is_over = job.is_over
         lines = read_steps(directory)
         if condition(lines):
             return lines
+        if is_over:
+            raise JobOver(
+                f"the job has ended before its ranks reached the condition:\n{job.output()}"
+            )
         time.sleep(every_s)
     raise TimeoutError(f"the ranks did not reach the condition within {DEADLINE_S:.0f} s")
 
@@ -205,42 +230,11 @@ def recovered(killed_at_s: float) -> Callable[[list[Line]], bool]:
     return has_recovered
 
 
-@contextmanager
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield a list for processes; kill them and their descendants at the end."""
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        yield started
-    finally:
-        for process in started:
-            kill_tree(process.pid)
-            process.wait()
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants with SIGKILL."""
-    for process in tree(pid):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-
-
 def kill_rank(directory: Path, rank: int) -> float:
     pid = int(next(line["pid"] for line in reversed(read_steps(directory)) if line["rank"] == rank))
     at_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     return at_s
-
-
-def start(
-    command: list[str], directory: Path, name: str, **environment: str
-) -> subprocess.Popen[bytes]:
-    with (directory / f"{name}.log").open("ab") as output:
-        return subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, **environment},
-        )  # fmt: skip
 
 
 def torchrun(directory: Path, mode: str, *options: str) -> list[str]:
@@ -252,11 +246,11 @@ def torchrun(directory: Path, mode: str, *options: str) -> list[str]:
 
 def torchrun_worker(directory: Path) -> Measure:
     command = torchrun(directory, "torchrun", "--standalone", "--nproc-per-node", str(WORLD))
-    with processes() as started:
-        started.append(start(command, directory, "torchrun"))
-        wait_for(directory, steps_reached(KILL_AT))
+    with closing(Processes(directory)) as job:
+        job.run(0, "torchrun", command)
+        wait_for(job, directory, steps_reached(KILL_AT))
         at_s = kill_rank(directory, 3)
-        return judge(wait_for(directory, recovered(at_s)), at_s)
+        return judge(wait_for(job, directory, recovered(at_s)), at_s)
 
 
 def torchrun_node(directory: Path) -> Measure:
@@ -265,47 +259,32 @@ def torchrun_node(directory: Path) -> Measure:
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{TORCHRUN_PORT}",
         "--rdzv-id", "bench", "--local-addr", "127.0.0.1",
     )  # fmt: skip
-    with processes() as started:
-        started.append(start(command, directory, "node-0"))
+    with closing(Processes(directory)) as job:
+        job.run(0, "node-0", command)
         # The first agent serves the store, so it must start first; the second is killed.
         wait_for(
+            job,
             directory,
             lambda _: any(
                 connection.laddr.port == TORCHRUN_PORT
                 for connection in psutil.net_connections("tcp")
             ),
         )
-        started.append(start(command, directory, "node-1"))
-        wait_for(directory, steps_reached(KILL_AT))
+        job.run(1, "node-1", command)
+        wait_for(job, directory, steps_reached(KILL_AT))
         at_s = time.monotonic()
-        kill_tree(started[1].pid)
-        started.append(start(command, directory, "node-1"))
-        return judge(wait_for(directory, recovered(at_s)), at_s)
+        job.kill(1)
+        job.run(1, "node-1", command)
+        return judge(wait_for(job, directory, recovered(at_s)), at_s)
 
 
 def torchft_worker(directory: Path) -> Measure:
-    lighthouse = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent))
-    if lighthouse is None:
-        raise RuntimeError("torchft is not installed: pip install '.[bench]'")
-
-    def group(number: int, attempt: int = 0) -> subprocess.Popen[bytes]:
-        return start(
-            [sys.executable, str(WORKER), "torchft", str(directory)], directory, f"group-{number}",
-            REPLICA_GROUP_ID=str(number), NUM_REPLICA_GROUPS=str(WORLD), RANK="0", WORLD_SIZE="1",
-            TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{LIGHTHOUSE_PORT}",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(GROUP_PORT + 10 * attempt + number),
-        )  # fmt: skip
-
-    with processes() as started:
-        options = [
-            "--bind", f"127.0.0.1:{LIGHTHOUSE_PORT}",
-            "--min_replicas", "1", "--join_timeout_ms", "1000",
-        ]  # fmt: skip
-        started.append(start([lighthouse, *options], directory, "lighthouse"))
-        started.extend(group(number) for number in range(WORLD))
-        wait_for(directory, steps_reached(KILL_AT))
+    with torchft(directory, WORKER) as job:
+        for node in range(NODES):
+            job.start(node)
+        wait_for(job, directory, steps_reached(KILL_AT))
         at_s = kill_rank(directory, 3)
-        started.append(group(3, attempt=1))
+        job.start_group(3)
 
         def full(lines: list[Line]) -> list[Line]:
             return [
@@ -314,7 +293,7 @@ def torchft_worker(directory: Path) -> Measure:
                 if line["rank"] == 3 and line["at_s"] > at_s and line["world_size"] == WORLD
             ]
 
-        lines = wait_for(directory, lambda lines: bool(full(lines)))
+        lines = wait_for(job, directory, lambda lines: bool(full(lines)))
         survivors = [line for line in lines if line["at_s"] > at_s and line["rank"] != 3]
         first = {line["rank"]: line["at_s"] for line in reversed(survivors)}
         gap_s = max(first.values()) - at_s
@@ -338,13 +317,14 @@ def keepstep_worker(directory: Path) -> Measure:
         cluster.start("node-0")
         # The spare becomes ready after the job has started; wait for it.
         wait_for(
+            cluster,
             directory,
             lambda lines: (
                 steps_reached(KILL_AT)(lines) and len(cluster.workers_of("node-0")) > WORLD
             ),
         )
         at_s = kill_rank(directory, 3)
-        measure = judge(wait_for(directory, recovered(at_s)), at_s)
+        measure = judge(wait_for(cluster, directory, recovered(at_s)), at_s)
         return measure | phases(cluster, at_s)
 
 
@@ -352,10 +332,10 @@ def keepstep_node(directory: Path) -> Measure:
     with keepstep(directory, 2) as cluster:
         for node in ("node-0", "node-1"):
             cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
-        wait_for(directory, steps_reached(KILL_AT))
+        wait_for(cluster, directory, steps_reached(KILL_AT))
         at_s = cluster.kill("node-1")
         cluster.start("node-1", "--rdzv-conf", "last_call_timeout=30")
-        measure = judge(wait_for(directory, recovered(at_s)), at_s)
+        measure = judge(wait_for(cluster, directory, recovered(at_s)), at_s)
         return measure | phases(cluster, at_s)
 
 
@@ -373,9 +353,9 @@ def keepstep_standby(directory: Path) -> Measure:
         )
         # Not while the standby node's processes still begin.
         begin = max(line["step"] for line in read_steps(directory)) + WINDOW
-        wait_for(directory, steps_reached(max(KILL_AT, int(begin))))
+        wait_for(cluster, directory, steps_reached(max(KILL_AT, int(begin))))
         at_s = cluster.kill(victim)
-        measure = judge(wait_for(directory, recovered(at_s)), at_s)
+        measure = judge(wait_for(cluster, directory, recovered(at_s)), at_s)
         return measure | phases(cluster, at_s)
 
 
@@ -392,16 +372,16 @@ def healthy(pairs: int) -> tuple[float, float, float]:
         mode: Path(tempfile.mkdtemp(prefix="keepstep-bench-")) for mode in ("plain", "keepstep")
     }
     try:
-        with processes() as started, keepstep(directories["keepstep"], 1) as cluster:
+        with (
+            closing(Processes(directories["plain"])) as plain,
+            keepstep(directories["keepstep"], 1) as cluster,
+        ):
             options = ("--standalone", "--nproc-per-node", str(WORLD))
-            started.append(
-                start(
-                    torchrun(directories["plain"], "plain", *options), directories["plain"], "plain"
-                )
-            )
+            plain.run(0, "plain", torchrun(directories["plain"], "plain", *options))
             cluster.start("node-0", "--spares", "0")
-            for directory in directories.values():
-                wait_for(directory, steps_reached(10))
+            jobs: dict[str, Job] = {"plain": plain, "keepstep": cluster}
+            for mode, directory in directories.items():
+                wait_for(jobs[mode], directory, steps_reached(10))
             workers = {mode: pids(directory) for mode, directory in directories.items()}
             signal_all(workers["keepstep"], signal.SIGSTOP)
             step_s: dict[str, list[float]] = {mode: [] for mode in directories}
@@ -410,7 +390,7 @@ def healthy(pairs: int) -> tuple[float, float, float]:
                 for mode, other in (order, order[::-1]):
                     signal_all(workers[other], signal.SIGSTOP)
                     signal_all(workers[mode], signal.SIGCONT)
-                    step_s[mode].append(window(directories[mode]))
+                    step_s[mode].append(window(jobs[mode], directories[mode]))
             signal_all([*workers["plain"], *workers["keepstep"]], signal.SIGCONT)
     finally:
         for directory in directories.values():
@@ -436,9 +416,10 @@ def processor_share(steps: int) -> Measure:
             for node in ("node-0", "node-1"):
                 cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
             # Spares are warm by then.
-            begin = last_step(wait_for(directory, steps_reached(KILL_AT)))
+            begin = last_step(wait_for(cluster, directory, steps_reached(KILL_AT)))
             before = processor_seconds(cluster)
-            end = last_step(wait_for(directory, steps_reached(begin + steps), every_s=1.0))
+            reached = steps_reached(begin + steps)
+            end = last_step(wait_for(cluster, directory, reached, every_s=1.0))
             after = processor_seconds(cluster)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -460,11 +441,11 @@ def last_step(lines: list[Line]) -> int:
     return int(max(line["step"] for line in lines))
 
 
-def window(directory: Path) -> float:
+def window(job: Job, directory: Path) -> float:
     """Return the mean step time of the next window, which begins after two steps."""
     begin = max(line["step"] for line in read_steps(directory)) + 2
     # Reading the files disturbs the measurement, so it is done seldom.
-    lines = wait_for(directory, steps_reached(int(begin) + WINDOW), every_s=0.5)
+    lines = wait_for(job, directory, steps_reached(int(begin) + WINDOW), every_s=0.5)
     at_s = {line["step"]: line["at_s"] for line in lines if line["rank"] == 0}
     return (at_s[begin + WINDOW] - at_s[begin]) / WINDOW
 

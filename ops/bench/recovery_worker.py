@@ -6,34 +6,32 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig, initialize
+from gpt import initialize
 from text import Windows, standard_library
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-STEPS, GLOBAL_BATCH, CONTEXT = 100_000, 8, 128
-CONFIG = GPTConfig(width=192, layers=4, heads=4, context=CONTEXT)
+from ops.bench.gpt_training import (
+    CONTEXT,
+    GLOBAL_BATCH,
+    LEARNING_RATE,
+    ReplicaGroup,
+    agree_on_epoch,
+    initialized,
+    join_torchrun,
+    record_step,
+    sharded_model,
+)
+
+STEPS = 100_000
 MODE, DIRECTORY = sys.argv[1], Path(sys.argv[2])
-
-
-def record_step(rank: int, step: int, world_size: int, epoch: int) -> None:
-    line = {
-        "rank": rank, "step": step, "world_size": world_size, "epoch": epoch,
-        "pid": os.getpid(), "at_s": time.monotonic(),
-    }  # fmt: skip
-    with (DIRECTORY / f"rank-{rank}.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def batch_of(dataset: Windows, step: int, rank: int, world_size: int) -> Any:
@@ -46,29 +44,9 @@ def batch_of(dataset: Windows, step: int, rank: int, world_size: int) -> Any:
 
 def run_plain(*, saving: bool) -> None:
     """Train with FSDP2 under torchrun; with `saving`, save each rank's shard after every step."""
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    tcp_store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    # Without a prefix a restart reads the last attempt's addresses from torchrun's store, and
-    # fails.
-    store = dist.PrefixStore(f"attempt-{attempt}", tcp_store)
-    dist.init_process_group(
-        "gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,))
-    with torch.device("meta"):
-        model = GPT(CONFIG)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
-    initialize(model)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    # Distinguishes the incarnations of this job; it is equal on all ranks.
-    start_s = torch.tensor([time.monotonic()], dtype=torch.float64)
-    dist.broadcast(start_s, src=0)
+    rank, world_size = join_torchrun(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    model, optimizer = initialized(world_size)
+    epoch = agree_on_epoch()
     step = resume(model, optimizer, rank, world_size) if saving else 0
     dataset = Windows(standard_library(), CONTEXT)
     while step < STEPS:
@@ -89,7 +67,7 @@ def run_plain(*, saving: bool) -> None:
             }
             torch.save(state, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
-        record_step(rank, step, world_size, int(start_s.item() * 1000))
+        record_step(DIRECTORY, rank, step, world_size, epoch)
 
 
 def resume(model: torch.nn.Module, optimizer: AdamW, rank: int, world_size: int) -> int:
@@ -129,12 +107,10 @@ def run_keepstep() -> None:
     import keepstep
 
     def build(world: keepstep.World) -> keepstep.State:
-        with torch.device("meta"):
-            model = GPT(CONFIG)
-        for block in model.blocks:
-            fully_shard(block, mesh=world.mesh["dp"])
-        fully_shard(model, mesh=world.mesh["dp"])
-        return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+        model = sharded_model(world.mesh["dp"])
+        return keepstep.State(
+            model, functools.partial(AdamW, lr=LEARNING_RATE), initialize=initialize
+        )
 
     dataset = Windows(standard_library(), CONTEXT)
     checkpoint = str(DIRECTORY / "checkpoint")
@@ -144,56 +120,22 @@ def run_keepstep() -> None:
                 job.model(batch).backward()
                 job.optimizer.step()
             if step.completed:
-                record_step(job.world.rank, job.steps, job.world.world_size, job.world.generation)
+                world = job.world
+                record_step(DIRECTORY, world.rank, job.steps, world.world_size, world.generation)
 
 
 def run_torchft() -> None:
-    """Train with torchft: four replica groups of one rank, each with the full model.
-
-    torchft replicates the model over groups; it does not shard it over them.
-    """
-    from datetime import timedelta
-
-    from torchft import Manager, Optimizer, ProcessGroupGloo
-
-    group = int(os.environ["REPLICA_GROUP_ID"])
-    # torchft expects a store of the group, as torchrun provides it.
-    port = int(os.environ["MASTER_PORT"])
-    own_store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    model = GPT(CONFIG)
-    initialize(model)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=1,
-        replica_id=f"bench_{group}",
-        timeout=timedelta(seconds=10),
-    )
-    managed = Optimizer(manager, optimizer)
+    """Train with torchft: four replica groups of one rank each, with the full model."""
+    group = ReplicaGroup()
+    manager = group.manager
     dataset = Windows(standard_library(), CONTEXT)
     while manager.current_step() < STEPS:
-        managed.zero_grad()
-        model(batch_of(dataset, manager.current_step(), group, 4)).backward()
-        # torchft 0.2's DDP hook does not work with this PyTorch; one reduction of all gradients
-        # replaces it.
-        gradients = [
-            parameter.grad for parameter in model.parameters() if parameter.grad is not None
-        ]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        manager.allreduce(flat).wait()
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-        managed.step()
-        record_step(group, manager.current_step(), manager.num_participants(), 0)
-    del own_store
+        group.optimizer.zero_grad()
+        group.model(batch_of(dataset, manager.current_step(), group.number, 4)).backward()
+        group.reduce_gradients()
+        group.optimizer.step()
+        step, size = manager.current_step(), manager.num_participants()
+        record_step(DIRECTORY, group.number, step, size, 0)
 
 
 if __name__ == "__main__":

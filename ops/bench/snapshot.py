@@ -45,7 +45,8 @@ from keepstep.checkpoint.parity.erasure import Combination, parity_rows
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProcess
 from keepstep.elastic.rendezvous.records import Generation, Member
-from ops.bench.processor_time import processor_s, tree
+from ops.bench.processes import tree
+from ops.bench.processor_time import processor_s
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "ops" / "bench" / "snapshot_worker.py"

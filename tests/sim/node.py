@@ -1,9 +1,9 @@
 """Plays one node's agent, workers and snapshot server around production's pure functions.
 
 Joining, leases, record writes and leading run `standing`, `transactions`, `decide` and `invariants`
-as `keepstep.elastic.agent.membership` does; the agent's steps follow
-`keepstep.elastic.agent.agent`. The node sees the job only through its own mirror, which lags
-behind, and may stall or be cut off.
+as `keepstep.elastic.agent.membership` does; the agent's steps follow `Participation` and
+`GenerationFollower` there. The node sees the job only through its own mirror, which lags behind,
+and may stall or be cut off.
 """
 
 from __future__ import annotations
@@ -552,7 +552,7 @@ class Node:
 
     @property
     def ended_generation(self) -> int:
-        """The newest generation of which no announcement is believed, as in `Participation`."""
+        """The newest generation of which no announcement is believed, as in `LocalNode`."""
         record = self.record
         done = record.generation if record.phase is NodePhase.DONE else 0
         return max(self.drained_generation, record.fenced, done)

@@ -457,7 +457,7 @@ def test_follower_that_missed_a_generation_whose_members_are_removed_reads_anew(
             change = Change(item.key, item, follower.view.revision + 1)
             assert not await follower._fold((change,))
             await store.commit((), tuple(Put(item.key, item.value) for item in listing.items))
-            view = await follower._read_followed()
+            view = await follower._reader.followed(follower.view)
             assert view.generation == leader.view.generation
 
     asyncio.run(scenario())

@@ -1,0 +1,46 @@
+"""Tells the user in the log what a leader does."""
+
+from __future__ import annotations
+
+import logging
+
+from keepstep.elastic.rendezvous import actions
+from keepstep.elastic.rendezvous.records import Result
+from keepstep.elastic.rendezvous.view import View
+
+log = logging.getLogger("keepstep")
+
+
+def log_action(action: actions.Action, view: View) -> None:
+    """Log an action of the leader, which was decided on a view."""
+    match action:
+        case actions.Open(generation):
+            log.info(
+                "generation %d: %d ranks on %d nodes (%s)",
+                generation.generation,
+                generation.world_size,
+                len(generation.members),
+                generation.reason,
+            )
+        case actions.Close(closing):
+            log.warning("generation %d ends: %s", closing.generation, closing.reason)
+        case actions.Evict(node, eviction):
+            log.error("node %s is evicted: %s", node, eviction.reason)
+        case actions.Publish(request=request):
+            log.info("step %d is stored in %s", request.commit.snapshot.step, request.url)
+        case actions.CancelPersist(reason=reason):
+            log.error("checkpoint not stored: %s", reason)
+        case actions.Finish(Result(succeeded=True)) if _reports_steps(view):
+            stored = view.checkpoint
+            log.info(
+                "the job is done after step %d; %s",
+                max(joined.record.step for joined in view.nodes.values()),
+                f"step {stored.step} is stored in {stored.url}" if stored else "nothing is stored",
+            )
+        case _:
+            pass
+
+
+def _reports_steps(view: View) -> bool:
+    """Whether the script has joined the job, and so has steps."""
+    return any(joined.record.step for joined in view.nodes.values())

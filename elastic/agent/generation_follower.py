@@ -1,0 +1,173 @@
+"""Enters the job's generations on this node, and ends them, as the leader has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent.assignments import JobContext, assignments_of
+from keepstep.elastic.agent.local_node import LocalNode
+from keepstep.elastic.agent.node_snapshots import NodeSnapshots
+from keepstep.elastic.agent.store_socket import StoreSocket
+from keepstep.elastic.rendezvous.records import Generation, NodePhase
+from keepstep.elastic.worker.messages import AbortOrdered, Assignment, CommandKind
+
+
+class GenerationFollower:
+    """Carries out the generation document on one node.
+
+    Args:
+        node: which enters and ends generations.
+        snapshots: its snapshots.
+        store_socket: the port that is announced for the next generation's torch store.
+        on_change: called when there is more to do.
+    """
+
+    def __init__(
+        self,
+        node: LocalNode,
+        snapshots: NodeSnapshots,
+        store_socket: StoreSocket,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._snapshots = snapshots
+        self._store_socket = store_socket
+        self._on_change = on_change
+
+    async def follow(self) -> None:
+        """Enter a new generation, or end the one that is closing."""
+        membership, worker_group = self._node.membership, self._node.worker_group
+        view = membership.view
+        generation = view.generation
+        if generation is None or generation.generation < self._node.entered:
+            return
+        place = generation.member(self._node.config.node)
+        if place is not None and place.server != self._snapshots.server.address:
+            # The place was given to an agent of this name that is gone; the leader will find it
+            # lost.
+            return
+        if generation.generation > self._node.entered:
+            await self._enter(generation)
+            # A request to store may have come with the generation.
+            self._on_change()
+            return
+        # Not before the leader has closed the generation for it: peers may report the connections
+        # that break sooner than the request is seen, and would be taken for the cause.
+        for request in view.restarts_on(self._node.config.node) if view.is_closing else ():
+            worker_group.restart(request.rank, request.reason)
+            await membership.complete_restart_request(request)
+        worker_group.check_entry()
+        has_failed = worker_group.failure is not None
+        if view.is_closing or has_failed:
+            is_aborted = view.closing is not None and view.closing.abort
+            await self._drain(generation.generation, abort=has_failed or is_aborted)
+            await self._pause_workers(generation.generation)
+        membership.update(
+            times=worker_group.times(),
+            restored_from=worker_group.restored_from,
+            loaded=worker_group.loaded,
+            replica_comparison=worker_group.replica_comparison,
+        )
+
+    async def _enter(self, generation: Generation) -> None:
+        """Put the workers into a generation, or end them if the node has no place in it."""
+        membership = self._node.membership
+        await self._snapshots.server.open_generation(generation)
+        resume = generation.resume
+        # To resume from storage goes back behind whatever older generations left in memory.
+        await self._snapshots.commit(
+            resume.snapshot if resume else SnapshotId(generation.generation, -1)
+        )
+        if resume is not None:
+            await self._snapshots.server.rebuild(resume)
+        member = generation.member(self._node.config.node)
+        if member is None:
+            await self._node.worker_group.enter_as_spare(generation.generation)
+            return
+        context = JobContext(
+            job=self._node.config.job,
+            secret=self._snapshots.server.secret,
+            server=self._snapshots.server.local_address,
+            max_restarts=self._node.config.policy.max_restarts,
+        )
+        assignments = assignments_of(generation, member, context)
+        if member.first_rank == 0:
+            await self._enter_and_serve_store(assignments)
+        else:
+            await self._node.worker_group.enter(assignments)
+        await self._snapshots.server.refresh()
+        membership.update(
+            store_port=self._store_socket.port,
+            generation=generation.generation,
+            phase=NodePhase.STARTING,
+            failure=None,
+            finishing=False,
+            persisted=None,
+            restored_from="",
+            loaded=None,
+            restore_comparison=None,
+            replica_comparison=None,
+            times={},
+            sealed=self._snapshots.server.sealed,
+            protected=self._snapshots.server.protected,
+            committed=None,
+        )
+
+    async def _enter_and_serve_store(self, assignments: tuple[Assignment, ...]) -> None:
+        """Enter as the node of rank 0, at whose announced port the generation meets."""
+        # The port serves one generation's torch store; the next generation gets another.
+        with self._store_socket.take() as listening:
+            if self._node.config.command.kind is CommandKind.PROGRAM:
+                listening.close()  # A program serves its rendezvous itself.
+                await self._node.worker_group.enter(assignments)
+            else:
+                await self._node.worker_group.enter(assignments, listening.fileno())
+
+    async def _drain(self, generation: int, *, abort: bool) -> None:
+        """End the generation here; once no worker can write, record what is sealed."""
+        if self._node.drained == generation:
+            return
+        if abort and self._node.worker_group.awaits_abort_order:
+            await self._prepare_abort(generation)
+        limit_s = self._node.config.abort_timeout_s if abort else self._node.config.drain_timeout_s
+        if not await self._node.worker_group.drain(abort=abort, limit_s=limit_s):
+            return
+        if abort:
+            # If no node is lost, what is sealed suffices.
+            await self._snapshots.server.finish_protection()
+        await self._snapshots.server.verify()
+        self._node.drained = generation
+        self._snapshots.record(step=self._node.worker_group.step, phase=NodePhase.DRAINED)
+
+    async def _pause_workers(self, generation: int) -> None:
+        """End the workers of a job that is paused, once they have drained; memory stays."""
+        group = self._node.worker_group
+        is_over = self._node.drained == generation and not group.done
+        if self._node.membership.view.pause is not None and is_over and group.workers:
+            self._node.paused = generation
+            await group.end_drained()
+
+    async def drain_at_once(self) -> bool:
+        """Drain by abort without the leader's order; return whether no worker can write any more.
+
+        For a node that is no member any more, after whose loss nothing uncommitted is used, or
+        whose snapshot server has died with all that was sealed here.
+        """
+        group = self._node.worker_group
+        has_drained = await group.drain(abort=True, limit_s=self._node.config.abort_timeout_s)
+        generation = group.generation
+        if not has_drained and group.awaits_abort_order and self._node.ordered != generation:
+            self._node.ordered = generation
+            await group.broadcast(AbortOrdered(generation=generation))
+        return has_drained
+
+    async def _prepare_abort(self, generation: int) -> None:
+        """Have nothing more sealed, tell the leader, and pass on its order to abort."""
+        membership = self._node.membership
+        if membership.record.fenced != generation:
+            await self._snapshots.fence(generation)
+        order = membership.view.abort_order
+        if order is not None and self._node.ordered != order.generation == generation:
+            self._node.ordered = generation
+            await self._node.worker_group.broadcast(AbortOrdered(generation=generation))

@@ -1,0 +1,217 @@
+"""Tells a node's snapshot server and workers what is committed and stored, and the leader of both.
+
+The server learns what is committed and what it is to store; the workers, what is committed and
+stored; the leader, what the server has protected or stored, or has failed to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from keepstep.checkpoint.memory.messages import (
+    AlreadyStored,
+    Persisted,
+    PersistFailed,
+    Protected,
+    RestoreChecked,
+)
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent.local_node import LocalNode
+from keepstep.elastic.agent.server_supervisor import ServerSupervisor
+from keepstep.elastic.agent.snapshot_process import (
+    ServerDied,
+    ServerGone,
+    SnapshotEvent,
+    SnapshotProcess,
+    stored_part,
+)
+from keepstep.elastic.errors import JobFailed
+from keepstep.elastic.rendezvous.actions import Publish
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, is_over, next_part
+from keepstep.elastic.rendezvous.commits import next_commit
+from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeReport, RestoreComparison
+from keepstep.elastic.worker.messages import SnapshotCommitted
+
+log = logging.getLogger("keepstep")
+
+
+class NodeSnapshots:
+    """The snapshots of one node, over all its memberships and snapshot servers.
+
+    Args:
+        node: whose they are.
+        on_change: called when something has changed that the node acts on.
+
+    Attributes:
+        supervisor: keeps the server running.
+    """
+
+    def __init__(self, node: LocalNode, on_change: Callable[[], None]) -> None:
+        self._node = node
+        self._on_change = on_change
+        self.supervisor = ServerSupervisor(node.config, self._on_event, on_change)
+        self._committed: SnapshotId | None = None
+        self._announced: CommitAnnouncement | None = None
+        self._part_attempt: PartAttempt | None = None
+
+    @property
+    def server(self) -> SnapshotProcess:
+        """The server that was started last."""
+        return self.supervisor.server
+
+    async def start(self, secret: bytes) -> None:
+        """Start a server for the run of the job that has this secret.
+
+        Raises:
+            JobFailed: it does not start.
+        """
+        self._announced = None
+        await self.supervisor.start(secret)
+        self._adopt()
+
+    async def replace(self) -> None:
+        """Start a server after one that died; what it held is lost on this node.
+
+        Raises:
+            JobFailed: it does not start.
+        """
+        await self.supervisor.replace()
+        self._adopt()
+        self._node.membership.update(sealed=(), protected=(), persisted=None)
+
+    def _adopt(self) -> None:
+        """Announce a new server, to which nothing has been passed on yet."""
+        self._committed, self._part_attempt = None, None
+        self._node.membership.update(server=self.server.address)
+
+    @property
+    def _told(self) -> SnapshotId | None:
+        """The newest snapshot of the generation that is known here to be committed."""
+        known = self._committed
+        is_own = known is not None and known.generation == self._node.worker_group.generation
+        return known if known is not None and is_own and known.step >= 0 else None
+
+    def record(self, **changes: Any) -> None:
+        """Bring up to date what the node's record says of snapshots, with other fields."""
+        self._node.membership.update(
+            sealed=self.server.sealed,
+            protected=self.server.protected,
+            committed=self._told,
+            **changes,
+        )
+
+    async def fence(self, generation: int) -> None:
+        """Have nothing more sealed of a generation, and record that."""
+        await self.server.fence(generation)
+        self._node.membership.update(fenced=generation, committed=self._told)
+
+    async def follow(self) -> None:
+        """Pass on what has been committed and stored, and begin to write what is to be stored."""
+        view = self._node.membership.view
+        # A commit frees what older requests are to store: those begin first.
+        attempt = next_part(view, self.server.address, self._node.entered, self._part_attempt)
+        if attempt is not None:
+            self._part_attempt = attempt
+            await self.server.persist(attempt)
+        elif self._part_attempt is not None and is_over(view, self._part_attempt):
+            ended, self._part_attempt = self._part_attempt, None
+            await self.server.end_persist(ended)
+        newer = next_commit(
+            view, self._node.entered, self._committed, self._announced, self._node.ended
+        )
+        if newer is not None:
+            await self.commit(newer)
+        # Looked at whenever a worker has joined, too: it waits for the last step to be stored.
+        stored = view.checkpoint
+        await self._node.worker_group.tell_stored(
+            stored.step if stored else -1, stored.generation if stored else 0
+        )
+
+    async def commit(self, snapshot: SnapshotId) -> None:
+        """Tell the server and the workers that a snapshot is committed."""
+        self._committed = snapshot
+        await self.server.commit(snapshot)
+        await self._node.worker_group.broadcast(SnapshotCommitted(step=snapshot.step))
+
+    def announce(self, announcement: CommitAnnouncement) -> None:
+        """Tell all members, this node's own workers included, what is committed."""
+        self._node.connections.announce(announcement)
+        self.receive_announcement(announcement)
+
+    def receive_announcement(self, announcement: CommitAnnouncement) -> None:
+        """Note what a leader has found committed."""
+        known = self._announced
+        if known is None or announcement.snapshot > known.snapshot:
+            self._announced = announcement
+            self._on_change()
+
+    def _on_event(self, event: SnapshotEvent) -> None:
+        """Pass on what the snapshot server has protected or stored, or has failed to."""
+        match event:
+            case Protected():
+                self._report()
+            case RestoreChecked():
+                self._note_restore(event)
+            case Persisted() | AlreadyStored() | PersistFailed():
+                attempt = self._part_attempt
+                # An earlier attempt may end after the next one has begun.
+                if attempt is not None and event.attempt == attempt.name:
+                    self._node.membership.update(persisted=attempt.answer(stored_part(event)))
+            case ServerDied():
+                self._node.worker_group.fail(
+                    f"the snapshot server of {self._node.config.node} died"
+                )
+        self._on_change()
+
+    def _note_restore(self, checked: RestoreChecked) -> None:
+        """Record how what was restored compares; if it is wrong, restore again."""
+        step = checked.snapshot.step
+        if checked.snapshot.generation != self._node.worker_group.generation:
+            return
+        self._node.membership.update(
+            restore_comparison=RestoreComparison(step, checked.nbytes, checked.differing)
+        )
+        if checked.differing:
+            wrong = (
+                f"the state restored at step {step} differs from the snapshot in "
+                f"{', '.join(checked.differing)}"
+            )
+            log.error("%s", wrong)
+            if checked.is_wrong:
+                self._node.worker_group.fail(wrong)
+
+    def _report(self) -> None:
+        """Report to the leader what is protected here."""
+        record = self._node.membership.record
+        protected = self.server.protected
+        if self._node.drained == record.generation:
+            # Once it has drained the leader goes by the record: others may still wait for this
+            # snapshot's commit.
+            self._node.membership.update(sealed=self.server.sealed, protected=protected)
+            return
+        report = NodeReport(
+            node=record.node,
+            lease=record.lease,
+            generation=record.generation,
+            step=self._node.worker_group.step,
+            protected=protected,
+        )
+        self._node.membership.receive_report(report)
+        if not self._node.membership.leads:
+            self._node.connections.report(report)
+
+    async def publish(self, action: Publish) -> None:
+        """Have the manifest of a checkpoint written, whose parts are all stored.
+
+        Raises:
+            JobFailed: it was not written.
+        """
+        if action.is_stored:
+            return
+        attempt = PartAttempt(action.request, action.revision)
+        try:
+            await self.server.publish(attempt, action.parts)
+        except ServerGone as error:
+            raise JobFailed(str(error)) from error

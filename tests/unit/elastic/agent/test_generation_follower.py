@@ -1,0 +1,123 @@
+"""Claims about how a node enters and ends generations, by real workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent.node_snapshots import NodeSnapshots
+from keepstep.elastic.agent.participation import Participation
+from keepstep.elastic.rendezvous.records import CheckpointRecord, Generation, Member
+from keepstep.elastic.worker.messages import AbortOrdered, AgentMessage, Command, CommandKind
+from tests.unit.elastic.agent.test_participation import participating
+from tests.unit.elastic.agent.test_worker_group import JOIN, places, play
+
+DRAIN = """
+from pathlib import Path
+session.report(Ready(generation=1, at_s=0.0))
+if AWAITS_ORDER:
+    session.wait_for_abort_order(1)
+while not session.is_aborting(1) or not Path(GATE).exists():
+    time.sleep(0.01)
+session.report(Drained(generation=1))
+time.sleep(600)
+"""
+
+
+class Node:
+    """A node whose worker drains by abort once a file is there; `ordered` is what it was told."""
+
+    def __init__(self, participation: Participation, gate: Path) -> None:
+        self.participation = participation
+        self.follower = participation._follower
+        self.group = participation._node.worker_group
+        self.gate = gate
+        self.ordered: list[AgentMessage] = []
+        self._changed = participation._wake
+        self._broadcast = self.group.broadcast
+        self.group.broadcast = self._record  # type: ignore[method-assign]
+
+    async def _record(self, message: AgentMessage) -> None:
+        self.ordered.append(message)
+        await self._broadcast(message)
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@asynccontextmanager
+async def running(directory: Path, *, awaits_order: bool) -> AsyncIterator[Node]:
+    gate, script = directory / "gate", directory / "script.py"
+    code = JOIN.replace("awaits_abort_order=True", f"awaits_abort_order={awaits_order}")
+    code = code.replace("Joined, Ready", "Drained, Joined, Ready")
+    script.write_text(f"GATE, AWAITS_ORDER = {str(gate)!r}, {awaits_order}\n{code}{DRAIN}")
+    async with participating(directory, Command(CommandKind.SCRIPT, str(script), ())) as part:
+        node = Node(part, gate)
+        node.group.warm_up()
+        await node.until(lambda: node.group.warm)
+        await node.group.enter(places(1, 1))
+        await node.until(lambda: node.group.times().keys() == {"ready"})
+        yield node
+
+
+@pytest.mark.parametrize("awaits_order", [True, False])
+def test_node_that_is_alone_orders_its_workers_once_to_abort_if_they_wait_for_that(
+    tmp_path: Path, awaits_order: bool
+) -> None:
+    """Its membership or its snapshot server is gone: no leader orders it, and nothing is sealed."""
+
+    async def scenario() -> None:
+        async with running(tmp_path, awaits_order=awaits_order) as node:
+            for _ in range(3):
+                assert not await node.follower.drain_at_once()
+            assert node.ordered == [AbortOrdered(generation=1)] * awaits_order
+            node.gate.touch()
+            await node.until(lambda: not node.group.workers[0].can_write)
+            assert await node.follower.drain_at_once()
+            assert node.group.workers[0].is_alive, "it was not killed, and may be assigned again"
+            assert len(node.ordered) == awaits_order
+
+    play(scenario())
+
+
+def test_workers_of_a_new_generation_are_told_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is new would wait for ever for the end of a job whose last step is stored."""
+
+    class Server:
+        address, local_address, secret = "unix:/none", "unix:/none", bytes(16)
+        sealed = protected = ()
+
+        async def open_generation(self, generation: Generation) -> None: ...
+
+        async def commit(self, snapshot: SnapshotId) -> None: ...
+
+        async def refresh(self) -> None: ...
+
+    async def scenario() -> None:
+        async with running(tmp_path, awaits_order=False) as node:
+            part = node.participation
+            stored = CheckpointRecord(step=30, generation=1, url="/run", at_s=0.0)
+            membership = part._node.membership
+            membership.view = replace(membership.view, checkpoint=stored)
+            monkeypatch.setattr(NodeSnapshots, "server", property(lambda _: Server()))
+            await node.until(lambda: node.group.workers[0].has_joined)
+            await part._snapshots.follow()
+            assert node.group.workers[0].stored == (30, 1)
+            member = Member("a", "127.0.0.1", 1, 0, "127.0.0.1:1", "unix:/none")
+            port = node.follower._store_socket.port
+            await node.follower._enter(Generation(2, (member,), "127.0.0.1", port, "worker lost"))
+            assert node.group.workers[0].stored == (-1, 0)
+            await node.until(lambda: node.group.workers[0].has_joined)
+            await part._snapshots.follow()
+            assert node.group.workers[0].stored == (30, 1)
+
+    play(scenario())
