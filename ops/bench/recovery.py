@@ -5,9 +5,9 @@ torchrun and torchft run on one machine; torchft is measured if `.[bench]` is in
 contender trains the same GPT with the same global batch on four gloo workers; each rank appends the
 time of every completed step to a file, and the gaps are computed from these files. `overhead_s` is
 a gap less the median of the steps before the kill, and `phases` are the parts of keepstep's.
-`cpu_share` is the processor time of keepstep's own processes on two nodes, and of etcd, while
+`cpu_share` is the processor time of keepstep's own processes on one node, and of etcd, while
 nothing fails and every step is a snapshot, over that of the workers; `cpu_ms_per_step` are its
-parts.
+parts. `two_nodes` has the same of two nodes, each of which keeps the other's parity.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(as_json: bool, quick: bool) -> None:
     plain_s, keepstep_s, ratio = healthy(3 if quick else 9)
     results["step_s"] = {"plain": round(plain_s, 4), "keepstep": round(keepstep_s, 4)}
     results["healthy_ratio"] = round(ratio, 4)
-    results |= processor_share(40 if quick else 120)
+    results |= processor_shares(40 if quick else 120)
     shown = {**results, "keepstep": {**results["keepstep"], "node, standby": results["standby"]}}
     table = Table(title="seconds (medians)")
     for name in ("contender", "killed", *MEASURES, *PHASES):
@@ -404,17 +404,23 @@ def healthy(pairs: int) -> tuple[float, float, float]:
     )
 
 
-def processor_share(steps: int) -> Measure:
-    """Return the processor time of keepstep's processes beside the workers of two nodes.
+def processor_shares(steps: int) -> Measure:
+    """Return the processor time of keepstep's processes beside the workers of one node and of two.
 
     Args:
-        steps: how many steps the window has, each with a snapshot.
+        steps: how many steps a window has, each with a snapshot.
     """
+    one_node, two_nodes = processor_share(1, steps), processor_share(2, steps)
+    return {**one_node, "two_nodes": two_nodes}
+
+
+def processor_share(nodes: int, steps: int) -> Measure:
+    """Return the processor time of keepstep's processes beside the workers, a step and in all."""
     directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
     try:
-        with keepstep(directory, 2) as cluster:
-            for node in ("node-0", "node-1"):
-                cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
+        with keepstep(directory, nodes) as cluster:
+            for number in range(nodes):
+                cluster.start(f"node-{number}", "--rdzv-conf", "last_call_timeout=30")
             # Spares are warm by then.
             begin = last_step(wait_for(cluster, directory, steps_reached(KILL_AT)))
             before = processor_seconds(cluster)
