@@ -21,6 +21,7 @@ from tests.queued_device.module import to_device
 from tests.queued_device.queue import DEVICE
 from tests.queued_device.schedules import SCRIPT, QueuedJob
 from tests.queued_device.tensor import QueuedTensor, on_host
+from tests.ranks import process_of
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +29,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> ranks.Shown:
     """What rank 0 of two has seen; rank 1 is lost at the end."""
     directory = tmp_path_factory.mktemp("ranks")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    processes = [
-        context.Process(target=ranks.run, args=(rank, directory, store.port, there))
-        for rank in (0, 1)
-    ]
+    here, there = multiprocessing.Pipe()
+    processes = [process_of(ranks.run, rank, directory, store.port, there) for rank in (0, 1)]
     for process in processes:
         process.start()
     try:
