@@ -13,8 +13,9 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Much of a job's test is waiting for processes: three tests run side by side on two cores.
+# A job has ten processes: where Python shall keep no bytecode, each compiles all sources again.
 test: setup
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

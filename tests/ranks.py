@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -29,13 +30,23 @@ def run_ranks(function: Callable[..., None], args: tuple[Any, ...], nprocs: int)
     mp.start_processes(_run_rank, args=arguments, nprocs=nprocs, start_method="forkserver")
 
 
+def process_of(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Return a process, not yet started, that will call a function."""
+    context = multiprocessing.get_context("forkserver")
+    return context.Process(target=_run, args=(function, dict(os.environ), args))
+
+
 def _run_rank(
     rank: int, function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]
 ) -> None:
+    _run(function, environment, (rank, *args))
+
+
+def _run(function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]) -> None:
     # The process that ranks are forked from has the environment of when it was started.
     os.environ.clear()
     os.environ.update(environment)
-    function(rank, *args)
+    function(*args)
 
 
 def act_in_groups(rank: int, root: str, *phases: tuple[int, Callable[[], None]]) -> None:

@@ -656,6 +656,10 @@ MUTANTS: dict[str, Patch] = {
 NOTICING_SEEDS = {
     "removes_a_job_that_somebody_has_joined": 256,
     "frees_what_it_is_asked_to_store": 303,
+    "leader_does_not_depend_on_the_request_to_store": 99,
+    "forgets_what_members_were_told": 76,
+    "lets_members_leave_before_the_newest_step_is_stored": 40,
+    "leader_does_not_depend_on_the_snapshot": 38,
 }
 """Where to begin with mutants that few seeds notice.
 

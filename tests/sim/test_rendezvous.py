@@ -1,6 +1,6 @@
 """Claims about the rendezvous, commits and storing under seeded disasters.
 
-`KEEPSTEP_SEEDS` sets how many seeds run (1,200 unless set); more are run with
+`KEEPSTEP_SEEDS` sets how many seeds run (800 unless set); more are run with
 `KEEPSTEP_SEEDS=20000 python -m pytest tests/sim/test_rendezvous.py -k schedule -n 2`.
 `tests.sim.simulation` describes the simulator. A fix of a seed that fails comes with a mutant that
 undoes it (`tests.sim.mutants`).
@@ -16,7 +16,7 @@ import pytest
 from tests.sim.mutants import MUTANTS, catch, run_seed, seeds_for
 from tests.sim.simulation import Simulation
 
-SEEDS = int(os.environ.get("KEEPSTEP_SEEDS", "1200"))
+SEEDS = int(os.environ.get("KEEPSTEP_SEEDS", "800"))
 CHUNKS = 10
 
 

@@ -35,6 +35,7 @@ from tests.integration.checkpoint.test_layout_changes import (
     sharded,
     step_once,
 )
+from tests.ranks import process_of
 
 LIMIT_S = 120.0
 PEER_TIMEOUT_S = 3.0
@@ -68,10 +69,9 @@ class Ranks:
 def ranks(act: Rank, world: int, root: Path, port: int | None = None) -> Iterator[Ranks]:
     """Run a function on ranks, and end them; `port` is that of another process's store."""
     store = TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)
-    context = mp.get_context("spawn")
-    ends = [context.Pipe() for _ in range(world)]
+    ends = [mp.Pipe() for _ in range(world)]
     processes = [
-        context.Process(target=run_rank, args=(act, rank, world, store.port, root, end))
+        process_of(run_rank, act, rank, world, store.port, root, end)
         for rank, (_, end) in enumerate(ends)
     ]
     try:
@@ -221,9 +221,8 @@ def serve_store(pipe: Any) -> None:
 @contextmanager
 def store_of_another_process() -> Iterator[tuple[int, BaseProcess]]:
     """Yield the port of a store and the process that serves it."""
-    context = mp.get_context("spawn")
-    own, other = context.Pipe()
-    process = context.Process(target=serve_store, args=(other,))
+    own, other = mp.Pipe()
+    process = process_of(serve_store, other)
     process.start()
     try:
         assert own.poll(LIMIT_S), "the store is not served"

@@ -13,7 +13,6 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from packaging.requirements import Requirement
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -22,6 +21,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.stored.chunking import PACKED_NBYTES
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.patience import patient
+from tests.ranks import run_ranks
 
 READERS = ("tensorstore", "xarray", "zarr")
 WRITERS = (1, 4)
@@ -180,7 +180,7 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if writers == 1:
         save(0, str(url), 1, compression)
     else:
-        mp.spawn(save, args=(str(url), writers, compression), nprocs=writers)
+        run_ranks(save, args=(str(url), writers, compression), nprocs=writers)
     directory = url / StoredCheckpoint.open(str(url)).directory
     for name in LARGE:
         codecs = (directory / name / "zarr.json").read_text()

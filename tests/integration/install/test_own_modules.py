@@ -162,15 +162,22 @@ def start(way: str, folder: Path, url: Path, steps: int) -> str:
         port.close()
 
 
-@pytest.mark.parametrize("way", ["keepstep run", "torchrun", "python", "KEEPSTEP_MONITOR=1"])
-def test_own_modules_are_not_shadowed_and_the_job_resumes(
-    way: str, project: Path, tmp_path: Path
+def test_own_modules_are_not_shadowed_by_keepstep_run_and_the_job_resumes(
+    project: Path, tmp_path: Path
 ) -> None:
     url = tmp_path / "checkpoints"
-    assert start(way, project, url, 3).count("begins after step 0") == 2
-    assert start(way, project, url, 5).count("begins after step 3") == 2
-    if way == "KEEPSTEP_MONITOR=1":
-        rings = JobRings(project / "rings" / "own")
-        recorded = rings.read(1)
-        rings.close()
-        assert set(recorded.ranks) == {0, 1}
+    assert start("keepstep run", project, url, 3).count("begins after step 0") == 2
+    assert start("keepstep run", project, url, 5).count("begins after step 3") == 2
+
+
+def test_own_modules_are_not_shadowed_by_other_launchers_and_each_resumes_anothers_job(
+    project: Path, tmp_path: Path
+) -> None:
+    url = tmp_path / "checkpoints"
+    for way, begun, steps in (("torchrun", 0, 3), ("python", 3, 5), ("KEEPSTEP_MONITOR=1", 5, 7)):
+        printed = start(way, project, url, steps)
+        assert printed.count(f"begins after step {begun}") == 2, (way, printed)
+    rings = JobRings(project / "rings" / "own")
+    recorded = rings.read(1)
+    rings.close()
+    assert set(recorded.ranks) == {0, 1}

@@ -52,6 +52,12 @@ class ExampleRun:
         assert max(self.losses) == steps, self.output
 
 
+def printed_losses(directory: Path) -> dict[int, float]:
+    """Return the losses that the agents in a directory have shown, by step, as printed last."""
+    printed = "".join(path.read_text(errors="replace") for path in sorted(directory.glob("*.log")))
+    return {int(step): float(loss) for step, loss in _PRINTED_STEP.findall(printed)}
+
+
 def wait_for_step(running: PatientCluster, step: int) -> None:
     """Wait until a step, or a later one, is printed; not every example prints each."""
     while max((int(at) for at, _ in _PRINTED_STEP.findall(running.output())), default=0) < step:
@@ -94,13 +100,12 @@ def run_with_a_killed_worker(
         status = running.wait("a", 120)
         output = running.output()
     recovery = after.history.recoveries[1]
-    printed = (directory / "a.log").read_text(errors="replace")
     return ExampleRun(
         status=status,
         generation=after.generation_number,
         source=recovery.source,
         committed_step=committed_step_of(before[0]),
         resumed_step=recovery.resumed_step,
-        losses={int(step): float(loss) for step, loss in _PRINTED_STEP.findall(printed)},
+        losses=printed_losses(directory),
         output=output,
     )

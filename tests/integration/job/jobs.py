@@ -27,7 +27,8 @@ def cluster(
     nnodes: str = "1:2",
     store: str | None = None,
     *,
-    disturbed: bool = True,
+    workers: int = 2,
+    disturbed: int = 1,
     **options: Any,
 ) -> PatientCluster:
     """Return a cluster that runs `record.py` with these options; use it as a context manager.
@@ -36,7 +37,9 @@ def cluster(
         directory: of the records.
         nnodes: as for `keepstep run`.
         store: URL of a coordinator that runs; None: start one.
-        disturbed: the test ends the first generation, which does not take its last steps before.
+        workers: of each node.
+        disturbed: how many generations, from the first, the test ends; they do not take the job's
+            last steps before.
         options: of the script.
     """
     (directory / "log").mkdir(parents=True, exist_ok=True)
@@ -48,7 +51,7 @@ def cluster(
         "job",
         [str(SCRIPT), script_options],
         nnodes=nnodes,
-        workers=2,
+        workers=workers,
         log=directory / "agents",
         last_call_s=60.0,
         store=store,

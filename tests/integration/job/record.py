@@ -175,15 +175,18 @@ def gloo_by_another_name(
 dist.Backend.register_backend("other", gloo_by_another_name, devices=["cpu"])
 
 
-hold_after = min(options["steps"], options.get("stop_at", options["steps"])) - 3
+def hold_after(generation: int) -> int:
+    """Return the step after which a generation is held; each has some steps of its own."""
+    last = min(options["steps"], options.get("stop_at", options["steps"])) - 3
+    return int(last - 4 * (options["disturbed"] - generation))
 
 
-def await_disturbance() -> None:
+def await_disturbance(generation: int) -> None:
     """Hold rank 0, and so the others inside the next step, until the generation is closed.
 
     A test has time to see what it waits for before it kills something.
     """
-    while not current().is_closing(1):
+    while not current().is_closing(generation):
         time.sleep(0.01)
 
 
@@ -253,8 +256,9 @@ with keepstep.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if options["disturbed"] and (world.generation, world.rank, job.steps) == (1, 0, hold_after):
-            await_disturbance()
+        is_held = world.generation <= options["disturbed"]
+        if is_held and (world.rank, job.steps) == (0, hold_after(world.generation)):
+            await_disturbance(world.generation)
         if options.get("write_between_steps"):
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)

@@ -19,8 +19,9 @@ from tests.patient_cluster import PatientCluster
 from tests.queued_device import ranks
 from tests.queued_device.module import to_device
 from tests.queued_device.queue import DEVICE
-from tests.queued_device.schedules import SCRIPT, Outcome, QueuedJob
+from tests.queued_device.schedules import SCRIPT, QueuedJob
 from tests.queued_device.tensor import QueuedTensor, on_host
+from tests.ranks import process_of
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +29,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> ranks.Shown:
     """What rank 0 of two has seen; rank 1 is lost at the end."""
     directory = tmp_path_factory.mktemp("ranks")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    processes = [
-        context.Process(target=ranks.run, args=(rank, directory, store.port, there))
-        for rank in (0, 1)
-    ]
+    here, there = multiprocessing.Pipe()
+    processes = [process_of(ranks.run, rank, directory, store.port, there) for rank in (0, 1)]
     for process in processes:
         process.start()
     try:
@@ -125,29 +122,19 @@ def queued_job(directory: Path, *, fence: bool = True) -> Iterator[QueuedJob]:
         job.finish()
 
 
-def struck(directory: Path, *faults: tuple[str, int]) -> Outcome:
-    """Run a job with these faults, one after the other; return what came of them."""
-    with queued_job(directory) as job:
-        for kind, rank in faults:
-            job.strike(kind, rank)
-    return job.outcome
-
-
 def test_job_recovers_and_resumes_from_nothing_that_an_abort_left(tmp_path: Path) -> None:
-    outcome = struck(tmp_path, ("kill", 0), ("lost", 0), ("slow", 1), ("lost", 1), ("entry", 1))
-    assert (outcome.schedules, outcome.recovered) == (5, 5)
+    with queued_job(tmp_path) as job:
+        outcome = job.outcome
+        for kind, rank in (("kill", 0), ("lost", 0), ("slow", 1), ("lost", 1), ("entry", 1)):
+            job.strike(kind, rank)
+        # Who was only aborted goes on in the same process; "entry" ends both.
+        assert outcome.replaced_processes == 5
+        # A call that fails because its groups are aborted ends no process: only the killed worker's
+        # is replaced.
+        job.strike("build", 1)
+        assert outcome.replaced_processes == 5 + 1
+    assert (outcome.schedules, outcome.recovered) == (6, 6)
     assert (outcome.poisoned_sealed, outcome.poisoned_resumed) == (0, 0)
-    # Who was only aborted goes on in the same process; "entry" ends both.
-    assert outcome.replaced_processes == 5
-
-
-def test_call_that_fails_because_its_groups_are_aborted_does_not_end_the_process(
-    tmp_path: Path,
-) -> None:
-    outcome = struck(tmp_path, ("build", 1))
-    assert outcome.recovered == 1
-    # Only the killed worker's.
-    assert outcome.replaced_processes == 1
 
 
 def test_without_the_fence_the_job_would_resume_from_garbage(tmp_path: Path) -> None:

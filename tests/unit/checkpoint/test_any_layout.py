@@ -251,7 +251,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(
-    max_examples=2000 if settings.get_current_profile_name() == "explore" else 400,
+    max_examples=2000 if settings.get_current_profile_name() == "explore" else 250,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
@@ -318,7 +318,7 @@ def with_slots(layout: Layout, parameters: Sequence[Padded]) -> Layout:
 
 
 @settings(
-    max_examples=2000 if settings.get_current_profile_name() == "explore" else 400,
+    max_examples=2000 if settings.get_current_profile_name() == "explore" else 250,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -119,7 +119,7 @@ def saved(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> RecordingStorage:
     return storage
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), small_nbytes=st.sampled_from([0, 24, 10**9]))
 def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
     monkeypatch: pytest.MonkeyPatch, data: st.DataObject, small_nbytes: int
