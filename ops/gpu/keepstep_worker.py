@@ -15,7 +15,7 @@ from torch import nn
 
 import keepstep
 
-_STEPS = 150
+_STEPS = 400
 _WIDTH = 256
 _DIRECTORY = Path(sys.argv[1])
 
