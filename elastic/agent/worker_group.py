@@ -432,7 +432,8 @@ class WorkerGroup:
                 )
             case RestartRequested(reason=reason):
                 worker.asks_replacement = True
-                self._record_failure(FailureKind.PEER, f"rank {worker.rank} starts over: {reason}")
+                kind = FailureKind.RESTART if message.is_for_script else FailureKind.PEER
+                self._record_failure(kind, f"rank {worker.rank} starts over: {reason}")
             case Drained():
                 worker.has_drained = True
             case Broken(error=error):
@@ -503,12 +504,11 @@ class WorkerGroup:
     def _record_failure(
         self, kind: FailureKind, message: str, rank: int | None = None, error: str = ""
     ) -> None:
-        """Keep the first failure of a generation; a worker's failure replaces a peer's.
+        """Keep the first failure of a generation; a worker's failure replaces another one.
 
         A collective breaks at every rank when one worker fails, and the cause is what counts.
         """
-        is_cause = kind is not FailureKind.PEER
-        if self.failure is None or (self.failure.kind is FailureKind.PEER and is_cause):
+        if self.failure is None or (kind.is_cause and not self.failure.kind.is_cause):
             self.failure = Failure(
                 kind=kind, message=message, at_s=time.time(), rank=rank, error=error
             )

@@ -315,7 +315,7 @@ def _reason_to_close(
             )
             return Closing(number, reason, True, wall_s)
     failures = [record.failure for record in _current(present, generation) if record.failure]
-    causes = [failure for failure in failures if failure.kind is not FailureKind.PEER]
+    causes = [failure for failure in failures if failure.kind.is_cause]
     here = {record.node for record in present}
     lost = [member.node for member in generation.members if member.node not in here]
     if lost and not causes:

@@ -2,6 +2,7 @@
 
 Pure. What counts is the cause: a worker's failure, or broken collectives that nothing explains. The
 loss of a node breaks its peers' collectives; that is no failure of theirs, and counts for nothing.
+Nor does it count that a script begins anew: of many ranks each may do so in another generation.
 
 An exception of the user's script that the same line raises in the same step as before is not worth
 a third attempt.
@@ -80,9 +81,10 @@ def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | No
         for record in present
         if record.generation == old.generation and record.failure is not None
     ]
-    own = [found for found in failed if found[0].kind is not FailureKind.PEER]
+    own = [found for found in failed if found[0].kind.is_cause]
     if own:
         return min(own, key=lambda found: found[0].at_s)
-    if not failed or len(present) < len(old.members):
+    is_explained = any(failure.kind is FailureKind.RESTART for failure, _ in failed)
+    if not failed or is_explained or len(present) < len(old.members):
         return None, ""
     return min(failed, key=lambda found: found[0].at_s)[0], ""

@@ -124,8 +124,15 @@ class FailureKind(enum.StrEnum):
     """A worker of this node failed."""
     PEER = "peer"
     """A collective failed; its cause is on another node, or unknown."""
+    RESTART = "restart"
+    """A worker's script has to begin anew. Nothing failed, and what breaks by it did not either."""
     FATAL = "fatal"
     """The job was given something that cannot work, so that another attempt is pointless."""
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether something failed here, and is not the end of something elsewhere."""
+        return self in (FailureKind.WORKER, FailureKind.FATAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -463,11 +463,20 @@ class Job:
         rolls_back = comparison.differing and self._replicas.rolls_back
         return ReplicasDiverged(comparison.finding) if rolls_back else None
 
-    def _enter(self, newer_than: int) -> None:
-        """Enter the next generation; if it fails before it runs, enter the one after it."""
+    def _enter(self, newer_than: int, final: Position | None = None) -> None:
+        """Enter the next generation; if it fails before it runs, enter the one after it.
+
+        Args:
+            newer_than: the last generation that was entered.
+            final: as for `_recover`.
+        """
         while True:
             assignment = self._session.wait_for_assignment(newer_than)
             newer_than = assignment.generation
+            resume = assignment.resume
+            if final is not None and resume is not None and resume.snapshot.step < final.step:
+                # All ranks see it here at the same time; later, one after the other would.
+                self._restart_script("the last steps must be computed again")
             sizes = self._mesh.sizes(assignment.world_size)
             if sizes is None:
                 self._wait_for_other_ranks(assignment)
@@ -586,12 +595,17 @@ class Job:
         """Whether a copy that is complete is what training computed, and not an abort's garbage."""
         return not (self._groups.awaits_abort_order and self._session.is_aborting(generation))
 
-    def _recover(self, error: BaseException | None) -> None:
-        """Leave the current generation and enter the next one."""
+    def _recover(self, error: BaseException | None, final: Position | None = None) -> None:
+        """Leave the current generation and enter the next one.
+
+        Args:
+            error: what has ended the generation; None if it ends in good order.
+            final: the position after the loop, if it is over.
+        """
         generation = self.world.generation
         self._events.leave(self.steps, time.monotonic())
         self._end_generation(generation, error)
-        self._enter(newer_than=generation)
+        self._enter(generation, final)
 
     def _recover_in_guard(self, error: BaseException) -> bool:
         """Recover from a failure outside of a step; False if the error is the loop's own."""
@@ -699,7 +713,7 @@ class Job:
 
     def _recover_to(self, final: Position, error: Exception | None = None) -> int:
         """Recover after the loop has ended: possible only if no step must be computed again."""
-        self._recover(error)
+        self._recover(error, final)
         # A process that is new does not know that the loop was left before the end of its data.
         was_left_early = self._data is not None and final.batch < self._data.end
         if self._position != final or was_left_early:
@@ -711,4 +725,4 @@ class Job:
 
         Needed when the script's loop has already passed the position of the restored state.
         """
-        self._session.end_to_be_replaced(reason)
+        self._session.begin_script_anew(reason)

@@ -164,9 +164,13 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class RestartRequested(Message, frozen=True, kw_only=True):
-    """The script must run again from its beginning; the process ends next."""
+    """Another process must take this one's place; it ends next.
+
+    `is_for_script`: only because the script has to begin anew, and nothing is wrong.
+    """
 
     reason: str
+    is_for_script: bool = False
 
 
 class GenerationReport(Message, frozen=True, kw_only=True):

@@ -193,6 +193,18 @@ class Session:
             self.report(Failed(error=sendable(reason), traceback=""))
         else:
             self.report(RestartRequested(reason=sendable(reason)))
+        self._end_for_another()
+
+    def begin_script_anew(self, reason: str) -> NoReturn:
+        """End this process, so that another one runs the script from its beginning.
+
+        Args:
+            reason: why the script cannot go on where it is.
+        """
+        self.report(RestartRequested(reason=sendable(reason), is_for_script=True))
+        self._end_for_another()
+
+    def _end_for_another(self) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_REPLACE)

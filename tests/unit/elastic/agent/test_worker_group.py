@@ -226,6 +226,28 @@ def test_worker_that_asks_to_be_replaced_counts_as_no_failure_of_its_own(tmp_pat
     play(scenario())
 
 
+def test_worker_whose_script_begins_anew_has_not_failed_unless_another_one_has(
+    tmp_path: Path,
+) -> None:
+    code = """
+if assignment.rank == 0:
+    session.begin_script_anew('the last steps must be computed again')
+time.sleep(600)
+"""
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code), size=2) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.workers[0].code == EXIT_REPLACE
+            assert group.failure is not None
+            assert group.failure.kind is FailureKind.RESTART
+            os.kill(group.workers[1].pid, signal.SIGKILL)
+            await group.until(lambda: not group.workers[1].is_alive)
+            assert group.failure.kind is FailureKind.WORKER
+
+    play(scenario())
+
+
 def test_worker_whose_device_failed_counts_as_its_failure(tmp_path: Path) -> None:
     code = "session.end_to_be_replaced('cuda:0 has failed', is_fault=True)"
 

@@ -27,6 +27,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError
+from keepstep.elastic.rendezvous.records import SnapshotCommit
 from keepstep.elastic.trainer import process_groups, snapshot_manager
 from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.job import Job
@@ -58,6 +59,7 @@ class Agent:
         self.said: list[object] = []
         self.aborting_generation = 0
         self.last_generation = 3
+        self.resume: SnapshotCommit | None = None
 
     def report(self, message: object) -> None:
         self.said.append(message)
@@ -75,6 +77,7 @@ class Agent:
             generation=newer_than + 1, node="a", rank=0, world_size=1, local_rank=0,
             local_world_size=1, node_rank=0, node_count=1, store_host="127.0.0.1",
             store_port=store.port, server="unix:/none", secret="", job="job", max_restarts=3,
+            resume=self.resume if newer_than > 0 else None,
         )  # fmt: skip
 
     def is_closing(self, generation: int) -> bool:
@@ -103,6 +106,9 @@ class Agent:
 
     def end_to_be_replaced(self, reason: str, *, is_fault: bool = False) -> NoReturn:
         raise Replaced(reason, is_fault)
+
+    def begin_script_anew(self, reason: str) -> NoReturn:
+        raise Replaced(reason)
 
 
 class SnapshotServer:
@@ -230,6 +236,22 @@ def test_last_copy_that_is_refused_because_the_generation_is_aborted_ends_the_ge
     with pytest.raises(Replaced, match="the last steps must be computed again"), running.job:
         running.step(refusal="generation 1 is fenced", aborts=True)
     assert running.job.world.generation == 2
+
+
+def run_two_steps(running: Running) -> None:
+    """Run a step, and another one whose copy is refused."""
+    assert running.step().completed
+    running.step(refusal="generation 1 is fenced", aborts=True)
+
+
+def test_script_whose_loop_is_over_begins_anew_before_a_generation_that_resumes_earlier(
+    running: Running,
+) -> None:
+    """All ranks do so at once. If each entered first, the first to end would end it for all."""
+    running.agent.resume = SnapshotCommit(SnapshotId(1, 1), ())
+    with pytest.raises(Replaced, match="the last steps must be computed again"), running.job:
+        run_two_steps(running)
+    assert running.job.world.generation == 1
 
 
 def test_last_copy_that_is_refused_otherwise_is_an_error_of_the_job(running: Running) -> None:
