@@ -27,8 +27,7 @@ def cluster(
     nnodes: str = "1:2",
     store: str | None = None,
     *,
-    workers: int = 2,
-    disturbed: int = 1,
+    disturbed: bool = True,
     **options: Any,
 ) -> PatientCluster:
     """Return a cluster that runs `record.py` with these options; use it as a context manager.
@@ -37,9 +36,7 @@ def cluster(
         directory: of the records.
         nnodes: as for `keepstep run`.
         store: URL of a coordinator that runs; None: start one.
-        workers: of each node.
-        disturbed: how many generations, from the first, the test ends; they do not take the job's
-            last steps before.
+        disturbed: the test ends the first generation, which does not take its last steps before.
         options: of the script.
     """
     (directory / "log").mkdir(parents=True, exist_ok=True)
@@ -51,7 +48,7 @@ def cluster(
         "job",
         [str(SCRIPT), script_options],
         nnodes=nnodes,
-        workers=workers,
+        workers=2,
         log=directory / "agents",
         last_call_s=60.0,
         store=store,

@@ -175,18 +175,15 @@ def gloo_by_another_name(
 dist.Backend.register_backend("other", gloo_by_another_name, devices=["cpu"])
 
 
-def hold_after(generation: int) -> int:
-    """Return the step after which a generation is held; each has some steps of its own."""
-    last = min(options["steps"], options.get("stop_at", options["steps"])) - 3
-    return int(last - 4 * (options["disturbed"] - generation))
+hold_after = min(options["steps"], options.get("stop_at", options["steps"])) - 3
 
 
-def await_disturbance(generation: int) -> None:
+def await_disturbance() -> None:
     """Hold rank 0, and so the others inside the next step, until the generation is closed.
 
     A test has time to see what it waits for before it kills something.
     """
-    while not current().is_closing(generation):
+    while not current().is_closing(1):
         time.sleep(0.01)
 
 
@@ -256,9 +253,8 @@ with keepstep.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        is_held = world.generation <= options["disturbed"]
-        if is_held and (world.rank, job.steps) == (0, hold_after(world.generation)):
-            await_disturbance(world.generation)
+        if options["disturbed"] and (world.generation, world.rank, job.steps) == (1, 0, hold_after):
+            await_disturbance()
         if options.get("write_between_steps"):
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)
