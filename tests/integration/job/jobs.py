@@ -27,6 +27,7 @@ def cluster(
     nnodes: str = "1:2",
     store: str | None = None,
     *,
+    workers: int = 2,
     disturbed: bool = True,
     **options: Any,
 ) -> PatientCluster:
@@ -36,6 +37,7 @@ def cluster(
         directory: of the records.
         nnodes: as for `keepstep run`.
         store: URL of a coordinator that runs; None: start one.
+        workers: of each node.
         disturbed: the test ends the first generation, which does not take its last steps before.
         options: of the script.
     """
@@ -48,7 +50,7 @@ def cluster(
         "job",
         [str(SCRIPT), script_options],
         nnodes=nnodes,
-        workers=2,
+        workers=workers,
         log=directory / "agents",
         last_call_s=60.0,
         store=store,

@@ -407,7 +407,9 @@ def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_
     checkpoint = str(tmp_path / "checkpoint")
     options = {"checkpoint": checkpoint, "every": 3, "compression": "zstd", "context": 8192}
     for steps in (9, 9, 6, 12):
-        with cluster(tmp_path, "1:1", workers=1, disturbed=False, steps=steps, **options) as running:
+        with cluster(
+            tmp_path, "1:1", workers=1, disturbed=False, steps=steps, **options
+        ) as running:
             running.start("a")
             assert running.wait("a", 120) == 0, running.output()
             assert "not stored" not in running.output()
