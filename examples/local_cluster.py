@@ -118,7 +118,7 @@ class LocalCluster:
     def kill(self, node: str) -> float:
         """Kill an agent and its descendants with SIGKILL; return the time in monotonic seconds."""
         agent = self.agents.pop(node)
-        tree = _process_tree(agent.pid)
+        tree = process_tree(agent.pid)
         at_s = time.monotonic()
         for process in tree:
             try:
@@ -144,7 +144,7 @@ class LocalCluster:
     def _processes_of(self, node: str, module: str) -> list[psutil.Process]:
         return [
             process
-            for process in _process_tree(self.agents[node].pid)
+            for process in process_tree(self.agents[node].pid)
             if module in " ".join(_arguments(process))
         ]
 
@@ -223,7 +223,8 @@ def read_steps(directory: Path) -> list[dict[str, float]]:
     return sorted(lines, key=lambda line: line["at_s"])
 
 
-def _process_tree(pid: int) -> list[psutil.Process]:
+def process_tree(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants; none if it has ended."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

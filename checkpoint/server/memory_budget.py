@@ -95,7 +95,7 @@ class MemoryBudget:
 
     @contextmanager
     def admission(self) -> Iterator[Callable[[], int]]:
-        """Yield what returns the bytes that can be given, which takes a millisecond.
+        """Yield what returns the bytes that can be given, which it asks the system for.
 
         Nobody else is given any while the context lasts.
         """

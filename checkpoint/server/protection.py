@@ -42,9 +42,6 @@ _RETRY_S = 0.1
 # A core reads its share of the memory bus; more threads than these add nothing.
 _CHECKSUM_THREADS = 8
 
-# In as many bytes a thread takes its share no faster than it is started.
-_CHECKED_BY_ONE_NBYTES = 2**24
-
 log = logging.getLogger("keepstep")
 
 
@@ -244,15 +241,12 @@ class Protection:
 
         with self._parity.pinned(snapshot):
             shards = self._memory.own_shards(snapshot)
-            if sum(shard.nbytes for shard in shards) <= _CHECKED_BY_ONE_NBYTES:
-                checksums = list(map(checksum, shards))
-            else:
-                # These threads inherit the caller's niceness: low behind training at a seal, normal
-                # when a recovery waits for them.
-                with ThreadPoolExecutor(
-                    _CHECKSUM_THREADS, thread_name_prefix="keepstep-check"
-                ) as checking:
-                    checksums = list(checking.map(checksum, shards))
+            # These threads inherit the caller's niceness: low behind training at a seal, normal
+            # when a recovery waits for them.
+            with ThreadPoolExecutor(
+                _CHECKSUM_THREADS, thread_name_prefix="keepstep-check"
+            ) as checking:
+                checksums = list(checking.map(checksum, shards))
         offsets = accumulate((shard.nbytes for shard in shards), initial=0)
         return tuple(
             ShardLocation(

@@ -10,19 +10,12 @@ from pathlib import Path
 
 import psutil
 
-
-def tree(pid: int) -> list[psutil.Process]:
-    """Return a process and its descendants; none if it has ended."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+from examples.local_cluster import process_tree
 
 
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants with SIGKILL."""
-    for process in tree(pid):
+    for process in process_tree(pid):
         try:
             process.kill()
         except psutil.NoSuchProcess:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
-from ops.bench.processes import tree
+from examples.local_cluster import process_tree
 
 Seconds = dict[str, float]
 
@@ -34,9 +34,9 @@ def seconds_by_role(agents: Iterable[int], etcd: int) -> Seconds:
         agents: the process ids of the agents.
         etcd: that of the coordinator.
     """
-    seconds: Seconds = defaultdict(float, etcd=processor_s(tree(etcd)))
+    seconds: Seconds = defaultdict(float, etcd=processor_s(process_tree(etcd)))
     for agent in agents:
-        for process in tree(agent):
+        for process in process_tree(agent):
             seconds[_role(process, agent)] += processor_s([process])
     return seconds
 

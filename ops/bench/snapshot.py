@@ -39,13 +39,13 @@ import click
 import numpy as np
 from rich.console import Console
 
+from examples.local_cluster import process_tree
 from keepstep.checkpoint.memory.messages import Protected
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.parity.erasure import Combination, parity_rows
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProcess
 from keepstep.elastic.rendezvous.records import Generation, Member
-from ops.bench.processes import tree
 from ops.bench.processor_time import processor_s
 
 ROOT = Path(__file__).parents[2]
@@ -195,9 +195,11 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
                 for mode in MODES:
                     await nodes.enter(1 if mode == "protected" else 0)
                     worker_mode = "lazy" if mode == "protected" else mode
-                    before_s = processor_s(tree(os.getpid()))
+                    before_s = processor_s(process_tree(os.getpid()))
                     answers = await nodes.ask(do="window", mode=worker_mode, steps=steps + 1)
-                    cpu_s[mode].append((processor_s(tree(os.getpid())) - before_s) / (steps + 1))
+                    cpu_s[mode].append(
+                        (processor_s(process_tree(os.getpid())) - before_s) / (steps + 1)
+                    )
                     # The slowest rank determines a step's time. The first step of a window is left
                     # out: it fills pages and caches.
                     by_rank = [answer["seconds"] for answer in answers]

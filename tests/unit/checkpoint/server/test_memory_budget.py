@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,3 +85,22 @@ def test_a_container_whose_path_is_not_mounted_is_limited_by_the_mount(tmp_path:
     write(tmp_path, {**files, **v2(1000, 400)})
     assert cgroup_available_nbytes(tmp_path / "membership", tmp_path) == 607
     assert cgroup_available_nbytes(tmp_path / "nothing", tmp_path) is None
+
+
+def test_system_is_not_asked_for_memory_that_a_snapshot_does_not_need() -> None:
+    """A rank's third snapshot is given the buffer of its first, at a time when nothing is left."""
+    left = [FREE_NBYTES, FREE_NBYTES]
+    memory = SnapshotMemory(MemoryBudget(left.pop), lambda snapshots: None)
+    memory.open_generation(1)
+    buffers = []
+    for step in (1, 2, 3):
+        snapshot = SnapshotId(1, step)
+        granted = memory.begin(snapshot, 0, MIB, (), discard_uncommitted=False)
+        assert granted.descriptor is not None
+        os.close(granted.descriptor)
+        buffers.append(granted.buffer)
+        memory.seal(snapshot, 0, 0, 0)
+        memory.commit(snapshot)
+    memory.close()
+    assert buffers[2] == buffers[0] != buffers[1]
+    assert left == []
