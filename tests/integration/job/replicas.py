@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 
+# A rank that is alone on its node would take a thread per core, and sum in another order.
+torch.set_num_threads(1)
 options = json.loads(sys.argv[1])
 was_damaged = Path(options["log"]) / "damaged"
 
