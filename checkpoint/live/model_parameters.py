@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from keepstep.checkpoint.errors import LayoutMismatch
@@ -14,7 +15,7 @@ from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
 from keepstep.checkpoint.live.flat_parameters import FlatUnit, HeldRange, flat_units
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of
+from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, placed_like
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
@@ -101,7 +102,10 @@ class ModelParameters:
 
     def new_slot(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a slot of zeros, sharded or flattened as the parameter is."""
-        return torch.zeros_like(self._like(parameter), dtype=dtype, requires_grad=False)
+        like = self._like(parameter)
+        if isinstance(like, DTensor):
+            return placed_like(like, torch.zeros_like(local_of(like), dtype=dtype))
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
     def new_master(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a slot of the parameter's values, sharded or flattened as the parameter is."""

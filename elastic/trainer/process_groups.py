@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -251,27 +251,31 @@ class ProcessGroups:
             torch.cuda.empty_cache()
 
 
-def check_mesh_position(name: str, tensor: torch.Tensor) -> None:
-    """Check that a sharded tensor's mesh has this process's current rank at its coordinate.
+def check_mesh_positions(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that sharded tensors' meshes have this process's current rank at its coordinate.
 
     Args:
-        name: the tensor's name, for the error message.
-        tensor: any tensor; only a DTensor is checked.
+        tensors: any tensors with their names, which are for the error message; only DTensors are
+            checked, the first of each mesh.
 
     Raises:
         RuntimeError: the rank is another one; training would silently corrupt the state.
     """
-    if not isinstance(tensor, DTensor):
-        return
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return
-    mesh_rank = int(tensor.device_mesh.mesh[tuple(coordinate)])
-    if mesh_rank != dist.get_rank():
-        raise RuntimeError(
-            f"{name} is sharded for rank {mesh_rank}, but this is rank {dist.get_rank()}: "
-            "build() must create the model anew from the World that it receives"
-        )
+    checked: dict[int, DeviceMesh] = {}
+    for name, tensor in tensors:
+        # A mesh computes its ranks anew whenever it is asked for them.
+        if not isinstance(tensor, DTensor) or id(tensor.device_mesh) in checked:
+            continue
+        mesh = checked[id(tensor.device_mesh)] = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            continue
+        mesh_rank = int(mesh.mesh[tuple(coordinate)])
+        if mesh_rank != dist.get_rank():
+            raise RuntimeError(
+                f"{name} is sharded for rank {mesh_rank}, but this is rank {dist.get_rank()}: "
+                "build() must create the model anew from the World that it receives"
+            )
 
 
 def _is_rebuildable(group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.collective import world_size
@@ -29,12 +30,12 @@ from keepstep.checkpoint.live.optimizer_state import slots_of
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of, placed_like
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.process_groups import check_mesh_position
+from keepstep.elastic.trainer.process_groups import check_mesh_positions
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State
 
@@ -177,12 +178,17 @@ class TrainingState:
         """
         allocate(self.model, self.optimizers, source, descriptions=self._descriptions)
         parameters = ModelParameters(self.model)
-        for optimizer in self.optimizers:
-            for parameter, slots in slots_of(optimizer).items():
-                for tensor in (parameter, *slots.values()):
-                    check_mesh_position(parameters.names(parameter)[0], tensor)
-        for name, parameter in self.model.named_parameters():
-            check_mesh_position(name, parameter)
+        check_mesh_positions(
+            itertools.chain(
+                (
+                    (parameters.names(parameter)[0], tensor)
+                    for optimizer in self.optimizers
+                    for parameter, slots in slots_of(optimizer).items()
+                    for tensor in (parameter, *slots.values())
+                ),
+                self.model.named_parameters(),
+            )
+        )
         extra = {key: value.state_dict() for key, value in self._extra.items()}
         tensors_of_extra = {
             key: _tensors_of(key, state, self._fused) for key, state in extra.items()
@@ -371,5 +377,12 @@ def _materialize(model: nn.Module, device: torch.device) -> bool:
             f"buffer {unfilled[0]} is on the meta device but not in the model's state_dict(), so "
             "nothing would fill it; create it on World.device inside build"
         )
-    model.to_empty(device=device)
+    # `to_empty`, but for what DTensor would find out of it: a millisecond for each new shape.
+    model._apply(lambda tensor: _empty_like(tensor, device))
     return True
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return placed_like(tensor, torch.empty_like(local_of(tensor), device=device))
+    return torch.empty_like(tensor, device=device)

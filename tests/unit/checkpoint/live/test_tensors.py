@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
-from keepstep.checkpoint.live.tensors import describe, dtype_name, torch_dtype
+from keepstep.checkpoint.live.tensors import (
+    describe,
+    dtype_name,
+    local_of,
+    placed_like,
+    torch_dtype,
+)
 
 STORED = (
     torch.bool, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -43,3 +52,26 @@ def test_a_tensor_of_any_other_dtype_is_refused_by_name(tensor: torch.Tensor) ->
         LayoutMismatch, match=rf"^model/w: {tensor.dtype} cannot be stored; convert the tensor or"
     ):
         _ = describe("model/w", tensor).dtype
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_shard_is_placed_as_pytorch_places_a_tensor_like_another(
+    placement: Placement, rank: int
+) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(3), _init_backend=False, _rank=rank)
+    shape = (4, 5)  # Shards are uneven, and the last one of four rows over three is empty.
+    shards = torch.empty(shape).chunk(3, placement.dim) if isinstance(placement, Shard) else []
+    missing = torch.empty(0, 5) if placement == Shard(0) else torch.empty(shape)
+    local = shards[rank] if rank < len(shards) else missing
+    tensor = DTensor.from_local(
+        local.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape),
+        stride=(5, 1),
+    ).requires_grad_()  # fmt: skip
+    expected = torch.zeros_like(tensor, dtype=torch.bfloat16, requires_grad=False)
+    assert isinstance(expected, DTensor)
+    placed = placed_like(tensor, torch.zeros_like(local_of(tensor), dtype=torch.bfloat16))
+    assert placed._spec == expected._spec
+    assert not placed.requires_grad
+    assert torch.equal(local_of(placed), local_of(expected))
+    assert placed.stride() == expected.stride()

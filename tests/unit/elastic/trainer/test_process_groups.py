@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.elastic.errors import ProcessUnusable
 from keepstep.elastic.trainer import process_groups
-from keepstep.elastic.trainer.process_groups import ProcessGroups, World
+from keepstep.elastic.trainer.process_groups import ProcessGroups, World, check_mesh_positions
 from tests.patience import patient
 from tests.unit.elastic.agent.test_worker_group import places
 
@@ -257,3 +258,16 @@ def test_meshes_made_of_the_worlds_mesh_use_the_groups_of_their_generation() -> 
                 dist.all_reduce(total, group=group)
                 assert total.item() == 1
             assert torch.equal(doubled(world).full_tensor(), torch.full((3,), 2.0))
+
+
+def sharded_for(rank: int) -> torch.Tensor:
+    """Return a tensor that is sharded over two ranks, as one of them holds it."""
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=rank)
+    return DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
+
+
+def test_tensor_that_is_sharded_for_another_rank_is_named(group: None) -> None:
+    own, plain, other = sharded_for(0), torch.zeros(2), sharded_for(1)
+    check_mesh_positions([("a", own), ("b", plain), ("c", own)])
+    with pytest.raises(RuntimeError, match=r"^c is sharded for rank 1, but this is rank 0"):
+        check_mesh_positions([("a", own), ("b", plain), ("c", other)])
