@@ -35,6 +35,7 @@ from keepstep.checkpoint.memory.messages import (
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.transport import Connection
+from tests.patience import patient
 
 SECRET = b"s" * 32
 
@@ -143,7 +144,7 @@ class Server:
         """End it as an agent does."""
         self.control.close()
         try:
-            self.process.wait(10)
+            self.process.wait(patient(10))
         finally:
             self.process.kill()
             self.process.wait()

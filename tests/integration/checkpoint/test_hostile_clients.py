@@ -151,7 +151,7 @@ class Relay:
     def close(self) -> None:
         self.listening.close()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(patient(10))
 
 
 def write_shard(server: Server, content: bytes) -> SnapshotId:

@@ -39,6 +39,7 @@ from keepstep.checkpoint.memory.messages import (
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.transport import Codec, Identity, Message, Protocol, VersionRange, connect
 from tests.integration.checkpoint.servers import SECRET, Server
+from tests.patience import patient
 
 SHAPE = (12, 5)
 RANKS = 2
@@ -320,7 +321,7 @@ def test_memory_holds_two_snapshots_of_the_state_at_most(server: Server, generat
 def test_the_server_ends_when_its_agent_does(tmp_path: Path) -> None:
     server = Server(tmp_path, RANKS)
     server.control.close()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(patient(10)) == 0
     assert not psutil.pid_exists(server.process.pid)
     server.close()
 

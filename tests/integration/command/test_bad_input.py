@@ -199,7 +199,7 @@ def test_second_job_with_the_same_name_is_rejected(
         assert completed.returncode != 0
         assert "choose another --job" in completed.stderr
         first.send_signal(signal.SIGINT)
-        assert first.wait(30) == 128 + signal.SIGINT
+        assert first.wait(patient(30)) == 128 + signal.SIGINT
     finally:
         first.kill()
         first.wait()
@@ -222,7 +222,7 @@ def test_two_interrupts_leave_no_process_and_no_file(tmp_path: Path) -> None:
         processes = psutil.Process(agent.pid).children(recursive=True)
         agent.send_signal(signal.SIGINT)
         agent.send_signal(signal.SIGINT)
-        assert agent.wait(30) == 128 + signal.SIGINT
+        assert agent.wait(patient(30)) == 128 + signal.SIGINT
         _, alive = psutil.wait_procs(processes, timeout=patient(10))
         assert not alive
         # Only the user's secret is kept, for the next job.

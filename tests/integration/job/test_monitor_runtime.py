@@ -95,7 +95,7 @@ def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
         yield process
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(patient(20))
 
 
 @needs_compiler

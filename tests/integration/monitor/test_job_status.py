@@ -13,6 +13,7 @@ import pytest
 from keepstep.elastic.monitor_bridge.job_status import job_status_of
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.monitor.running import get, until
+from tests.patience import patient
 from tests.patient_cluster import PatientCluster
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +64,7 @@ def test_overview_of_a_keepstep_job_has_members_snapshots_and_goodput(
             assert address
             status = asyncio.run(job_status_at(address[0].rstrip("/")))
             monitor.send_signal(signal.SIGTERM)
-            assert monitor.wait(20) == 0
+            assert monitor.wait(patient(20)) == 0
         finally:
             monitor.kill()
             monitor.communicate()
