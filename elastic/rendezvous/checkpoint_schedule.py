@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s
 from keepstep.elastic.rendezvous.rank_assignment import absent_holders
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
+    Generation,
     NodeRecord,
     PersistedPart,
     PersistRequest,
@@ -141,19 +142,19 @@ def is_undone(view: View, commit: SnapshotCommit) -> bool | None:
     of_generation = list(_of_generation(view))
     if any(r.loaded is not None and r.loaded.step < commit.snapshot.step for r in of_generation):
         return True
-    first = generation.members[0].node
-    knows = any(r.node == first and "restored" in r.times for r in of_generation)
-    return False if knows else None
+    return False if _has_rank_0_restored(generation, of_generation) else None
 
 
 def _is_storage_known(view: View) -> bool:
     """Whether rank 0 has reported what it found in storage, if it has looked there."""
     if view.checkpoint is not None or view.generation is None or view.generation.resume is not None:
         return True
-    first = view.generation.members[0].node
-    return any(
-        record.node == first and "restored" in record.times for record in _of_generation(view)
-    )
+    return _has_rank_0_restored(view.generation, _of_generation(view))
+
+
+def _has_rank_0_restored(generation: Generation, records: Iterable[NodeRecord]) -> bool:
+    first = generation.members[0].node
+    return any(record.node == first and "restored" in record.times for record in records)
 
 
 def _of_generation(view: View) -> Iterator[NodeRecord]:

@@ -51,6 +51,11 @@ def test_older_generation_can_neither_begin_nor_seal() -> None:
         seal(table, SnapshotId(1, 1), 0)
 
 
+def test_shard_is_refused_before_any_generation_is_open() -> None:
+    with pytest.raises(SnapshotUnavailable, match="current one is 0"):
+        begin(SnapshotTable(), SnapshotId(1, 1), 0, 100, PLENTY)
+
+
 def test_fenced_generation_keeps_what_is_sealed_and_seals_nothing_more() -> None:
     table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
     table, _ = begin(table, SnapshotId(1, 2), 0, 100, PLENTY)
@@ -66,8 +71,11 @@ def test_fenced_generation_keeps_what_is_sealed_and_seals_nothing_more() -> None
 
 
 def test_memory_is_refused_before_the_node_runs_out() -> None:
-    with pytest.raises(SnapshotUnavailable, match="MiB left"):
-        begin(open_generation(SnapshotTable(), 1), SnapshotId(1, 1), 0, 2**30, 2**30)
+    table = open_generation(SnapshotTable(), 1)
+    enough = 2**30 + 2**26
+    with pytest.raises(SnapshotUnavailable, match="needs 1024 MiB and the node has 1088 MiB left"):
+        begin(table, SnapshotId(1, 1), 0, 2**30, enough - 1)
+    begin(table, SnapshotId(1, 1), 0, 2**30, enough)
 
 
 def test_a_snapshot_is_kept_until_it_is_unpinned_as_often_as_pinned() -> None:
@@ -77,6 +85,16 @@ def test_a_snapshot_is_kept_until_it_is_unpinned_as_often_as_pinned() -> None:
     table = unpin(table, SnapshotId(1, 1))
     assert (SnapshotId(1, 1), 0) in table.shards
     assert (SnapshotId(1, 1), 0) not in unpin(table, SnapshotId(1, 1)).shards
+
+
+def test_what_is_unpinned_leaves_other_pins_as_they_are() -> None:
+    table = open_generation(SnapshotTable(), 1)
+    for step in (1, 2):
+        table = commit(taken(table, step), SnapshotId(1, step))
+        table = pin(table, SnapshotId(1, step))
+    table = unpin(table, SnapshotId(1, 2))
+    assert table.pinned == {SnapshotId(1, 1): 1}
+    assert set(table.sealed()) == {SnapshotId(1, 1), SnapshotId(1, 2)}
 
 
 def test_an_adopted_shard_is_no_part_of_what_the_node_sealed_and_its_memory_is_given_back() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +54,18 @@ class Node:
         ]  # fmt: skip
         seal_bytes(self.memory, snapshot, 0, entries, values.tobytes(), commit=False)
 
+    def seal_tensors(self, snapshot: SnapshotId, values: np.ndarray, keys: Sequence[str]) -> None:
+        """Seal a shard of whole tensors of `LENGTH` bytes, which all have the same values."""
+        entries = [
+            Entry(
+                key=key, dtype="uint8", global_shape=(LENGTH,), box=Box((0,), (LENGTH,)),
+                byte_offset=number * LENGTH, nbytes=LENGTH,
+            )
+            for number, key in enumerate(keys)
+        ]  # fmt: skip
+        shard = values.tobytes() * len(keys)
+        seal_bytes(self.memory, snapshot, 0, entries, shard, commit=False)
+
     def outcome(self) -> RestoreChecked:
         """Check the new snapshot to the end."""
         self.check.check_first(NEW, self.passed.put)
@@ -99,6 +111,18 @@ def test_one_wrong_byte_is_named_and_does_not_pass(node: Node, key: str) -> None
     checked = restored(node, wrong, key)
     assert (checked.differing, checked.is_wrong) == ((key,), True)
     assert node.passed.empty()
+
+
+def test_what_must_be_equal_is_named_first_and_eight_are_named_at_most(node: Node) -> None:
+    keys = [f"extra/own/{number}" for number in range(9)] + ["model/w"]
+    for snapshot, values in ((OLD, VALUES), (NEW, VALUES[::-1].copy())):
+        node.seal_tensors(snapshot, values, keys)
+        if snapshot == OLD:
+            node.memory.commit(OLD)
+            node.memory.open_generation(2)
+    checked = node.outcome()
+    assert checked.is_wrong
+    assert checked.differing == ("model/w", *keys[:7])
 
 
 @pytest.mark.parametrize("wrong_byte", [None, 0, LENGTH - 1])

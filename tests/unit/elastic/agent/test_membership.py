@@ -12,8 +12,10 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.membership import Membership
+from keepstep.elastic.agent.view_reader import ViewReader
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.actions import Open, Publish
+from keepstep.elastic.rendezvous.decide import Decision, LeaderState
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result
@@ -136,6 +138,19 @@ def test_members_that_join_a_finished_job_at_the_same_time_do_not_remove_each_ot
     asyncio.run(scenario())
 
 
+def test_record_of_a_member_that_was_declared_gone_is_not_written() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        member = membership_of(store, RECORD)
+        await member.join()
+        await store.revoke(member.record.lease)
+        with pytest.raises(LeaseLost):
+            await member._write_record(replace(member.record, step=3))
+        assert not (await store.read(Keys("job").node())).items
+
+    asyncio.run(scenario())
+
+
 def test_member_that_joins_while_the_last_one_leaves_stays_or_begins_anew() -> None:
     async def scenario() -> None:
         store = Interleaved()
@@ -199,6 +214,24 @@ def test_action_that_breaks_an_invariant_stops_its_leader_and_writes_nothing() -
         with pytest.raises(InvariantViolated, match="members are present"):
             await member._perform(member.view, Open(generation))
         assert await store.read("") == before
+
+    asyncio.run(scenario())
+
+
+def test_member_whose_leading_breaks_an_invariant_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unknown = replace(RECORD, node="c")
+    generation = Generation(1, assign_ranks((), [unknown], 1), "h", 5, "start")
+    decision = Decision(LeaderState(), Open(generation))
+    monkeypatch.setattr("keepstep.elastic.agent.membership.decide", lambda *_: decision)
+
+    async def scenario() -> None:
+        member = membership_of(MemoryStore(), RECORD)
+        await member.join()
+        with pytest.raises(InvariantViolated, match="members are present"):
+            async with asyncio.timeout(patient(10)):
+                await member.run()
 
     asyncio.run(scenario())
 
@@ -324,6 +357,30 @@ def test_member_warns_once_of_each_outage_and_once_of_its_end(
     assert warnings() == ["away", "back", "away", "back"]
 
 
+def test_member_warns_of_no_outage_that_its_lease_outlasts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.elastic.agent.membership._RENEWALS_PER_TTL", 1000)
+
+    async def scenario() -> None:
+        store = Away()
+        membership = Membership(store, "job", POLICY, RECORD, 60.0, lambda: None, publish_nothing)
+        await membership.join()
+        running = asyncio.create_task(membership.run())
+        async with asyncio.timeout(patient(10)):
+            store.is_away = True
+            await store.refused.wait()
+            for _ in range(3):
+                store.renewal.clear()
+                await store.renewal.wait()
+        running.cancel()
+        await asyncio.wait([running])
+
+    with caplog.at_level("WARNING", logger="keepstep"):
+        asyncio.run(scenario())
+    assert not [text for text in caplog.messages if "coordinator answers" in text]
+
+
 def test_state_is_carried_into_the_next_membership_of_the_same_job_only() -> None:
     snapshot = SnapshotId(0, 4)
     held = replace(RECORD, phase=NodePhase.DRAINED, sealed=(snapshot,), protected=(snapshot,))
@@ -424,6 +481,97 @@ def test_followers_are_told_nothing_of_other_nodes_records() -> None:
             assert [len(member.view.nodes) for member in members] == [3, 0, 0]
 
     asyncio.run(scenario())
+
+
+def test_node_takes_no_key_for_its_own_whose_name_only_begins_like_it() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        keys = Keys("job")
+        reader = ViewReader(store, keys, "node-1")
+        await store.commit((), (Put(keys.node("node-10"), b"of another node"),))
+        assert await reader.own_key() is None
+        await store.commit((), (Put(keys.node("node-1"), b"own"),))
+        own = await reader.own_key()
+        assert own is not None
+        assert own.value == b"own"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("other", ["a", "c"])
+def test_node_knows_whether_others_are_present(other: str) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        keys = Keys("job")
+        reader = ViewReader(store, keys, "b")
+        assert not await reader.has_others()
+        await store.commit((), (Put(keys.node("b"), b"own"),))
+        assert not await reader.has_others()
+        await store.commit((), (Put(keys.node(other), b"of another node"),))
+        assert await reader.has_others()
+
+    asyncio.run(scenario())
+
+
+def test_record_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        return [text.split()[0] for text in caplog.messages if "counts as absent" in text]
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        async with running(store, "ab") as job:
+            for count, name in enumerate("xy", 1):
+                await store.commit((), (Put(Keys("job").node(name), b"no record"),))
+                await job.until(lambda count=count: len(told()) >= count)  # type: ignore[misc]
+
+    with caplog.at_level("WARNING", logger="keepstep"):
+        asyncio.run(scenario())
+    assert told() == ["nodes/x", "nodes/y"]
+
+
+def test_follower_forgets_members_that_its_generation_does_not_list() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        async with running(store, "ab") as job:
+            _, follower = job.members
+            listed = follower.view.chunks
+            (members,) = listed.values()
+            follower.view = replace(follower.view, chunks={**listed, "of generation 0": members})
+            item = (await store.read(Keys("job").placement(1))).items[0]
+            assert await follower._fold((Change(item.key, item, follower.view.revision + 1),))
+            assert follower.view.chunks == listed
+
+    asyncio.run(scenario())
+
+
+def test_leader_tells_what_it_waits_for_whenever_that_changes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told() -> list[str]:
+        return [text for text in caplog.messages if text.startswith("waiting for nodes")]
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        job = Job(store, replace(POLICY, min_nodes=3, max_nodes=3))
+
+        async def until_told(times: int) -> None:
+            async with asyncio.timeout(patient(10)):
+                while len(told()) < times:  # noqa: ASYNC110 - it is logged after the change
+                    await asyncio.sleep(0.001)
+
+        try:
+            for times, node in enumerate("ab", 1):
+                await job.start(node)
+                await until_told(times)
+            await store.revoke(job.members[1].record.lease)
+            await until_told(3)
+        finally:
+            await job.close()
+
+    with caplog.at_level("INFO", logger="keepstep"):
+        asyncio.run(scenario())
+    here = [text.split(": ")[1].split()[0] for text in told()]
+    assert here == ["1", "2", "1"]
 
 
 def test_follower_that_takes_the_lead_reads_all_nodes_and_decides() -> None:

@@ -167,6 +167,35 @@ def test_snapshot_of_an_older_generation_is_stored_once_it_is_known_not_to_be_un
     assert isinstance(begun, Persist) == stores
 
 
+@pytest.mark.parametrize("restored", ["0", "a", "b"])
+def test_nothing_is_stored_before_rank_0_has_told_what_it_found_in_storage(restored: str) -> None:
+    names = ("a", "0", "b")  # Rank 0's node is neither the first by name nor the last.
+    members = tuple(
+        Member(name, "h", 1, n, f"{name}:1", f"tcp:{name}:2") for n, name in enumerate(names)
+    )
+    nodes = {
+        name: JoinedNode(
+            NodeRecord(
+                node=name, host="h", nproc=1, agent=f"{name}:1", server=f"tcp:{name}:2",
+                store_port=5, lease=n, digest="", generation=1, step=4, checkpoint_url="/c",
+                checkpoint_every=1, sealed=(SnapshotId(1, 4),),
+                times={"restored": 1.0} if name == restored else {},
+            ),
+            n,
+        )
+        for n, name in enumerate(names, 1)
+    }  # fmt: skip
+    view = View(
+        revision=9,
+        nodes=nodes,
+        generation=Generation(1, members, "h", 5, "start"),
+        snapshot=SnapshotCommit(SnapshotId(1, 4), members),
+    )
+    present = [joined.record for joined in nodes.values()]
+    begun = begin_persist_if_due(view, present, 9.0)
+    assert isinstance(begun, Persist) == (restored == "a")
+
+
 def test_recorded_checkpoint_goes_back_to_one_that_was_loaded_only() -> None:
     before = resumed_from_storage(201, recorded(240, 3))
     after = replace(before, revision=51, checkpoint=recorded(201, 0), revisions={"checkpoint": 51})

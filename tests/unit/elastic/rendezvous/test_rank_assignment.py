@@ -167,6 +167,8 @@ def test_nodes_of_one_domain_are_in_different_groups() -> None:
         ("1322", RankLimits.of([5]), 9, "122"),
         ("3322", RankLimits.of([5, 7]), 9, "322"),
         ("4888", RankLimits.of([16]), 2, "88"),
+        # Of two sizes with as many ranks, the one that needs fewer nodes.
+        ("1224", RankLimits(), 2, "4"),
     ],
 )
 def test_as_many_nodes_are_members_as_the_mesh_has_places_for(

@@ -42,7 +42,10 @@ def trace(last: str = "", period: float = 0.5) -> Trace:
 def diagnose_at(
     traced: Trace, now_s: float, past: DiagnosisState = NO_DIAGNOSIS_STATE
 ) -> tuple[Verdict, ...]:
-    return diagnose(traced.job(now_s), {}, past, now_s, Thresholds())[1]
+    verdicts = diagnose(traced.job(now_s), {}, past, now_s, Thresholds())[1]
+    # The policy and the shown order take it for a probability.
+    assert all(0.0 < verdict.confidence <= 1.0 for verdict in verdicts)
+    return verdicts
 
 
 def summarize(verdicts: tuple[Verdict, ...]) -> list[str]:
@@ -158,7 +161,7 @@ def test_rank_of_a_silent_node_is_reported_dead_with_low_confidence() -> None:
     for tenth in range(62, 400, 5):
         past, verdicts = diagnose(traced.job(tenth / 10), {}, past, tenth / 10, Thresholds())
     assert summarize(verdicts) == ["dead process: rank 2 on b"]
-    assert verdicts[0].confidence <= 0.5
+    assert 0.0 < verdicts[0].confidence <= 0.5
     assert verdicts[0].advice is Advice.ALERT
 
 
@@ -303,6 +306,15 @@ def test_posted_receive_of_a_hanging_rank_is_not_a_deadlock() -> None:
         "world receive 1k <-0 async  .  0.05-?  .  .\nleft all_reduce 4k  0.45-?  .  .  ."
     )
     assert summarize(diagnose_at(traced, 12.0)) == ["non-communication hang: rank 1 on a"]
+
+
+def test_posted_receive_of_a_rank_that_stopped_with_the_others_may_be_a_deadlock() -> None:
+    traced = trace(
+        "left all_reduce 4k  0.05-?  .  .  .\nworld receive 1k <-0 async  .  0.45-?  .  ."
+    )
+    (verdict,) = diagnose_at(traced, 12.0)
+    assert summarize((verdict,)) == ["mismatched collectives: group 0, 1 on a"]
+    assert verdict.confidence == 0.6
 
 
 def test_root_cause_is_found_through_a_chain_of_communicators() -> None:

@@ -142,6 +142,15 @@ def test_reverted_action_costs_no_budget_and_is_due_again() -> None:
     assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
 
 
+def test_replacement_that_was_not_carried_out_is_due_again() -> None:
+    hang = verdict(syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf)
+    policy = replace(POLICY, sustained_s=0.0)
+    state, (refused,) = decide(policy, EnforcementState(), [hang], NODES, 1.0, 5.0)
+    state, (again,) = decide(policy, revert_action(state, refused), [hang], NODES, 1.0, 6.0)
+    assert (again.kind, again.nodes) == (ActionKind.REPLACE_NODE, ("n1",))
+    assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
+
+
 def test_verdict_that_flickers_within_the_hysteresis_alerts_once() -> None:
     readings = [(float(now), [verdict()] if now % 20 < 10 else []) for now in range(200)]
     assert [kind for _, kind in kinds(replace(POLICY, mode=Mode.ALERT), readings)] == [
