@@ -113,6 +113,17 @@ def test_one_wrong_byte_is_named_and_does_not_pass(node: Node, key: str) -> None
     assert node.passed.empty()
 
 
+@pytest.mark.parametrize("wrong_byte", [None, 0, 999, 1000, LENGTH - 1])
+def test_every_byte_of_a_tensor_larger_than_a_tile_is_compared(
+    node: Node, wrong_byte: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.checkpoint.server.restore_check._TILE_NBYTES", 1000)
+    values = VALUES.copy()
+    if wrong_byte is not None:
+        values[wrong_byte] ^= 1
+    assert restored(node, values).is_wrong == (wrong_byte is not None)
+
+
 def test_what_must_be_equal_is_named_first_and_eight_are_named_at_most(node: Node) -> None:
     keys = [f"extra/own/{number}" for number in range(9)] + ["model/w"]
     for snapshot, values in ((OLD, VALUES), (NEW, VALUES[::-1].copy())):
@@ -167,14 +178,15 @@ def test_a_users_own_object_that_differs_is_named_and_passes(node: Node) -> None
     assert node.passed.get_nowait() == NEW
 
 
-def test_snapshots_of_later_steps_pass_at_once(node: Node) -> None:
+@pytest.mark.parametrize("step", [OLD.step - 1, OLD.step + 1])
+def test_snapshots_of_other_steps_pass_at_once(node: Node, step: int) -> None:
     node.seal(OLD, 0, VALUES, 0, "model/w")
     node.memory.commit(OLD)
     node.memory.open_generation(2)
-    later = SnapshotId(2, 8)
-    node.seal(later, 0, VALUES, 0, "model/w")
-    node.check.check_first(later, node.passed.put)
-    assert node.passed.get_nowait() == later
+    other = SnapshotId(2, step)
+    node.seal(other, 0, VALUES, 0, "model/w")
+    node.check.check_first(other, node.passed.put)
+    assert node.passed.get_nowait() == other
     assert node.outcomes.empty()
 
 

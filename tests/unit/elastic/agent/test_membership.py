@@ -13,7 +13,12 @@ import pytest
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.view_reader import ViewReader
-from keepstep.elastic.errors import InvariantViolated, LeaseLost, StoreUnavailable
+from keepstep.elastic.errors import (
+    InvariantViolated,
+    LeaseLost,
+    StoreUnavailable,
+    UsageError,
+)
 from keepstep.elastic.rendezvous.actions import Open, Publish
 from keepstep.elastic.rendezvous.decide import Decision, LeaderState
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
@@ -494,6 +499,43 @@ def test_node_takes_no_key_for_its_own_whose_name_only_begins_like_it() -> None:
         own = await reader.own_key()
         assert own is not None
         assert own.value == b"own"
+
+    asyncio.run(scenario())
+
+
+def test_last_member_to_leave_removes_the_jobs_keys_and_no_other_does() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        first, last = (
+            membership_of(store, replace(RECORD, node=node, agent=f"{node}:1")) for node in "ab"
+        )
+        for member in (first, last):
+            await member.join()
+        kept = {item.key for item in (await store.read("")).items} - {Keys("job").node("a")}
+        await first.leave()
+        assert {item.key for item in (await store.read("")).items} == kept
+        await last.leave()
+        assert not (await store.read("")).items
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("agent", ["a:1", "z:1"])
+def test_living_agent_of_the_same_name_keeps_its_lease(
+    agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lives(_: NodeRecord) -> bool:
+        return True
+
+    monkeypatch.setattr("keepstep.elastic.agent.membership.probe", lives)
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        other = membership_of(store, replace(RECORD, agent=agent))
+        await other.join()
+        with pytest.raises(UsageError, match="choose another --node name"):
+            await membership_of(store, RECORD)._await_predecessor(other.record, 0.0)
+        assert await store.renew(other.record.lease) > 0.0
 
     asyncio.run(scenario())
 

@@ -151,6 +151,16 @@ def test_replacement_that_was_not_carried_out_is_due_again() -> None:
     assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
 
 
+def test_of_equal_losses_the_first_subject_by_name_is_acted_upon_first() -> None:
+    hangs = [
+        verdict(rank, Syndrome.NON_COMMUNICATION_HANG, math.inf, Advice.RESTART_WORKER)
+        for rank in (5, 3)
+    ]
+    policy = EnforcementPolicy(mode=Mode.RESTART, sustained_s=0.0, restarts=1)
+    _, actions = decide(policy, EnforcementState(), hangs, NODES, 1.0, 5.0)
+    assert [action.ranks for action in actions if action.ranks] == [(3,)]
+
+
 def test_verdict_that_flickers_within_the_hysteresis_alerts_once() -> None:
     readings = [(float(now), [verdict()] if now % 20 < 10 else []) for now in range(200)]
     assert [kind for _, kind in kinds(replace(POLICY, mode=Mode.ALERT), readings)] == [
