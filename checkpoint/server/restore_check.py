@@ -103,7 +103,7 @@ class RestoreCheck:
             self._memory.unpin(restored)
         if stop.is_set():
             return
-        if checked.nbytes:
+        if checked.nbytes or checked.differing:
             self._on_checked(checked)
         if not checked.is_wrong:
             then(sealed)

@@ -32,12 +32,18 @@ class Node:
         self.check = RestoreCheck(self.memory, self.outcomes.put)
 
     def seal(
-        self, snapshot: SnapshotId, rank: int, values: np.ndarray, first: int, key: str
+        self,
+        snapshot: SnapshotId,
+        rank: int,
+        values: np.ndarray,
+        first: int,
+        key: str,
+        dtype: str = "uint8",
     ) -> None:
         """Seal a shard of elements `first` and up of a tensor of `LENGTH` bytes."""
         box = Box((first,), values.shape)
         entry = Entry(
-            key=key, dtype="uint8", global_shape=(LENGTH,), box=box, byte_offset=0,
+            key=key, dtype=dtype, global_shape=(LENGTH,), box=box, byte_offset=0,
             nbytes=values.nbytes,
         )  # fmt: skip
         seal_bytes(self.memory, snapshot, rank, [entry], values.tobytes(), commit=False)
@@ -111,6 +117,14 @@ def test_one_wrong_byte_is_named_and_does_not_pass(node: Node, key: str) -> None
     checked = restored(node, wrong, key)
     assert (checked.differing, checked.is_wrong) == ((key,), True)
     assert node.passed.empty()
+
+
+def test_bytes_of_another_data_type_are_wrong(node: Node) -> None:
+    node.seal(OLD, 0, VALUES, 0, "model/w")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    node.seal(NEW, 0, VALUES, 0, "model/w", "int8")
+    assert node.outcome().is_wrong
 
 
 @pytest.mark.parametrize("wrong_byte", [None, 0, 999, 1000, LENGTH - 1])
