@@ -616,6 +616,17 @@ def test_leader_tells_what_it_waits_for_whenever_that_changes(
     assert here == ["1", "2", "1"]
 
 
+def test_member_that_has_lost_the_lead_decides_no_more() -> None:
+    async def scenario() -> None:
+        async with running(MemoryStore(), "ab") as job:
+            leader = job.members[0]
+            assert leader.leads
+            leader.view = replace(leader.view, leadership=None)
+            assert not leader.leads
+
+    asyncio.run(scenario())
+
+
 def test_follower_that_takes_the_lead_reads_all_nodes_and_decides() -> None:
     async def scenario() -> None:
         store = MemoryStore()
