@@ -79,7 +79,11 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "writer": (
         "checkpoint/stored/writer.py",
-        (f"{_STORED}/test_requests.py", f"{_ON_DISK}/test_stored_checkpoints.py"),
+        (
+            f"{_STORED}/test_commit.py",
+            f"{_STORED}/test_requests.py",
+            f"{_ON_DISK}/test_stored_checkpoints.py",
+        ),
     ),
     "hangs": (
         "monitor/diagnosis/hangs.py",

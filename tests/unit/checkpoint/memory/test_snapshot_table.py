@@ -87,14 +87,15 @@ def test_a_snapshot_is_kept_until_it_is_unpinned_as_often_as_pinned() -> None:
     assert (SnapshotId(1, 1), 0) not in unpin(table, SnapshotId(1, 1)).shards
 
 
-def test_what_is_unpinned_leaves_other_pins_as_they_are() -> None:
+@pytest.mark.parametrize(("unpinned", "kept"), [(1, 2), (2, 1)])
+def test_what_is_unpinned_leaves_other_pins_as_they_are(unpinned: int, kept: int) -> None:
     table = open_generation(SnapshotTable(), 1)
     for step in (1, 2):
         table = commit(taken(table, step), SnapshotId(1, step))
         table = pin(table, SnapshotId(1, step))
-    table = unpin(table, SnapshotId(1, 2))
-    assert table.pinned == {SnapshotId(1, 1): 1}
-    assert set(table.sealed()) == {SnapshotId(1, 1), SnapshotId(1, 2)}
+    table = unpin(table, SnapshotId(1, unpinned))
+    assert table.pinned == {SnapshotId(1, kept): 1}
+    assert set(table.sealed()) == {SnapshotId(1, kept), SnapshotId(1, 2)}
 
 
 def test_an_adopted_shard_is_no_part_of_what_the_node_sealed_and_its_memory_is_given_back() -> None:

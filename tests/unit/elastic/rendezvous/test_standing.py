@@ -52,6 +52,7 @@ def test_lease_is_counted_from_the_request_and_given_up_when_an_outage_lasts_too
     assert lease.until_s == 15.0
     assert not lease.is_given_up(now_s=74.9, outage_s=60.0)
     assert lease.is_given_up(now_s=75.0, outage_s=60.0)
+    assert lease.is_given_up(now_s=80.0, outage_s=60.0)
     assert lease.renewed(ttl_s=4.0, asked_s=12.0) == Lease(7, ttl_s=4.0, until_s=16.0)
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from keepstep import monitor
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
 from keepstep.checkpoint.live.tensors import LiveTensor, describe
+from keepstep.elastic.trainer import replicas
 from keepstep.elastic.trainer.process_groups import World
 from keepstep.elastic.trainer.replicas import Divergence, ReplicaCheck, find_divergences
 from keepstep.elastic.trainer.replicas import describe as describe_divergence
@@ -91,3 +97,23 @@ def test_check_holds_nothing_of_a_generation_that_it_has_left() -> None:
     assert held() is not None
     check.leave()
     assert held() is None
+
+
+def test_replicas_report_what_they_hold_to_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the monitor names one that is wrong also where the loop reports no checksum."""
+    reported: list[tuple[monitor.Measure, float, object]] = []
+    monkeypatch.setattr(monitor, "measure", lambda *values: reported.append(values))
+    # The other of two ranks tells what this one does.
+    monkeypatch.setattr(replicas, "all_gather_json", lambda told: [told, told])
+    tensors = [describe("model/w", torch.arange(4.0))]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        check = ReplicaCheck(1, "report")
+        check.enter(cast(World, SimpleNamespace(rank=0, mesh=mesh)), lambda: tensors)
+        assert check.run_if_due(1, precedes_snapshot=False) is not None
+        group = dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+    digest = content_digest(checksums(tensors))
+    assert reported == [(monitor.Measure.REPLICA_CHECKSUM, float(int(digest[:8], 16)), group)]

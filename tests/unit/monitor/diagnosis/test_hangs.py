@@ -275,6 +275,18 @@ def test_ranks_that_cannot_leave_are_named_if_most_have_left() -> None:
     assert summarize(diagnose_at(traced, 12.0)) == ["communication hang: rank 2 on b"]
 
 
+def test_group_that_cannot_leave_is_named_without_certainty() -> None:
+    cells = ["0.30-0.40", "0.31-?", "0.32-0.40", "0.33-0.40", "0.34-?", "0.35-0.40"]
+    traced = parse(
+        "node a: 0 1 2\nnode b: 3 4 5\ncommunicator world: 0 1 2 3 4 5\nsteps 1-12 every 0.5\n"
+        f"world all_reduce 4k {' '.join(['0.30-0.40'] * 6)}\nstep 13 at 6.0\n"
+        f"world all_reduce 4k {' '.join(cells)}\nread 6.5"
+    )
+    (verdict,) = diagnose_at(traced, 12.0)
+    assert summarize((verdict,)) == ["communication hang: group 1, 4"]
+    assert "4 ranks have left it, 2 have not" in verdict.evidence
+
+
 def test_two_independent_hangs_are_both_named() -> None:
     traced = trace("left all_reduce 4k  0.1-?  .  .  .\nright all_reduce 4k  .  .  .  0.1-?")
     assert summarize(diagnose_at(traced, 12.0)) == [
