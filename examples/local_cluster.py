@@ -203,7 +203,7 @@ class LocalCluster:
     def output(self) -> str:
         """Return the end of every agent's output."""
         return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}"
+            f"--- {path.name}\n{path.read_text(errors='replace')[-20_000:]}"
             for path in sorted(self._log.glob("*.log"))
         )
 

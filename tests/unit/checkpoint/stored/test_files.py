@@ -83,3 +83,13 @@ def test_directory_that_this_user_may_not_open_is_not_flushed_and_a_file_is_no_s
     files._flush(tmp_path)
     with pytest.raises(PermissionError):
         files._flush(file)
+
+
+def test_directory_above_is_deleted_with_the_last_one_in_it(tmp_path: Path) -> None:
+    storage = FileStorage(str(tmp_path), tmp_path)
+    for attempt in ("first", "second"):
+        storage.write(f"step/{attempt}/object", [b"content"])
+    storage.delete_directory("step/first")
+    assert [path.name for path in (tmp_path / "step").iterdir()] == ["second"]
+    storage.delete_directory("step/second")
+    assert not list(tmp_path.iterdir())
