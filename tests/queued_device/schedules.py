@@ -16,6 +16,7 @@ The kinds of fault:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -28,6 +29,7 @@ import psutil
 
 from examples.local_cluster import LocalCluster
 from keepstep.elastic.rendezvous.view import View
+from keepstep.monitor.node.stacks import dump
 
 SCRIPT = Path(__file__).parent / "train.py"
 ROOT = Path(__file__).parents[2]
@@ -200,7 +202,9 @@ class QueuedJob:
         while not condition():
             if time.monotonic() > until_s:
                 raise TimeoutError(
-                    f"no {what} within {self._limit_s:.0f} s\n{self._running.output()}"
+                    f"no {what} within {self._limit_s:.0f} s\n{self._running.output()}\n"
+                    # Which of the ranks waits, and for what.
+                    + "\n".join(json.dumps(asyncio.run(dump(pid))) for pid in self._workers())
                 )
             if any(agent.poll() is not None for agent in self._running.agents.values()):
                 raise RuntimeError(f"an agent has ended\n{self._running.output()}")
