@@ -55,7 +55,10 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "view_reader": (
         "elastic/agent/view_reader.py",
-        ("tests/unit/elastic/agent/test_membership.py",),
+        (
+            "tests/unit/elastic/agent/test_view_reader.py",
+            "tests/unit/elastic/agent/test_membership.py",
+        ),
     ),
     "retention": (
         "checkpoint/memory/snapshot_table.py",

@@ -12,7 +12,6 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.membership import Membership
-from keepstep.elastic.agent.view_reader import ViewReader
 from keepstep.elastic.errors import (
     InvariantViolated,
     LeaseLost,
@@ -488,21 +487,6 @@ def test_followers_are_told_nothing_of_other_nodes_records() -> None:
     asyncio.run(scenario())
 
 
-def test_node_takes_no_key_for_its_own_whose_name_only_begins_like_it() -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        keys = Keys("job")
-        reader = ViewReader(store, keys, "node-1")
-        await store.commit((), (Put(keys.node("node-10"), b"of another node"),))
-        assert await reader.own_key() is None
-        await store.commit((), (Put(keys.node("node-1"), b"own"),))
-        own = await reader.own_key()
-        assert own is not None
-        assert own.value == b"own"
-
-    asyncio.run(scenario())
-
-
 def test_last_member_to_leave_removes_the_jobs_keys_and_no_other_does() -> None:
     async def scenario() -> None:
         store = MemoryStore()
@@ -536,21 +520,6 @@ def test_living_agent_of_the_same_name_keeps_its_lease(
         with pytest.raises(UsageError, match="choose another --node name"):
             await membership_of(store, RECORD)._await_predecessor(other.record, 0.0)
         assert await store.renew(other.record.lease) > 0.0
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("other", ["a", "c"])
-def test_node_knows_whether_others_are_present(other: str) -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        keys = Keys("job")
-        reader = ViewReader(store, keys, "b")
-        assert not await reader.has_others()
-        await store.commit((), (Put(keys.node("b"), b"own"),))
-        assert not await reader.has_others()
-        await store.commit((), (Put(keys.node(other), b"of another node"),))
-        assert await reader.has_others()
 
     asyncio.run(scenario())
 
