@@ -35,13 +35,14 @@ from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Dataset, Source, Stream
-from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
 from keepstep.elastic.trainer.guard import Guard
 from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.mesh_rule import MeshRule
+from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -49,7 +50,6 @@ from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.trainer.step import Step, StepUndone
-from keepstep.elastic.trainer.stop_request import StopRequest
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -102,8 +102,7 @@ class Job:
         self._snapshot_every = snapshot_every
         self._seed = seed
         self._position = Position()
-        self._passes: list[int] = []
-        self._data: DataPass[Any] | None = None
+        self._passes = Passes()
         self._groups = groups
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
@@ -111,8 +110,6 @@ class Job:
         self._judge = StepJudge(on_bad_step) if on_bad_step is not None else None
         self._rejected: RejectedStep | None = None
         self._initial_extra = InitialExtra()
-        self._is_loop_left = False
-        self._stop_request: StopRequest | None = None
         self._batch_generation: int | None = None
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         self._copies_synchronously = False
@@ -240,8 +237,8 @@ class Job:
                 size, or what has no length is given without `steps`.
         """
         data = DataPass(
-            len(self._passes),
-            sum(self._passes),
+            self._passes.count,
+            self._passes.end,
             self._seed,
             dataset,
             global_batch,
@@ -253,14 +250,12 @@ class Job:
             workers=workers,
             loader_options=loader_options,
         )
-        self._passes.append(data.end - data.begin)
-        self._data = data
-        self._is_loop_left = False
+        self._passes.begin(data)
         try:
             yield from self._batches_of(data)
         finally:
             # Also by `break`, or by an exception in the loop.
-            self._is_loop_left = True
+            self._passes.leave_loop()
 
     def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch of a pass, from the position on."""
@@ -295,9 +290,6 @@ class Job:
                     break
         self._batch_generation = None
 
-    def _stream_position(self, position: Position) -> StreamPosition | WholePosition | None:
-        return self._data.stream_position(position) if self._data else position.stream
-
     def step(self) -> Step:
         """Return the context of one optimizer step; see `Step`."""
         return Step(self)
@@ -317,9 +309,7 @@ class Job:
         before the call, the loop comes to the reason for it again. What is asked for in the last
         step of a pass has no effect.
         """
-        if self._data is None or self._position.batch >= self._data.end:
-            return
-        self._stop_request = StopRequest(self._position.step, len(self._passes))
+        self._passes.request_stop(self._position)
 
     def _mark_step(self) -> None:
         """Report the step that begins to the monitor, which counts from the generation's first."""
@@ -338,7 +328,7 @@ class Job:
             )
         self._mark_step()
         self._rejected = None
-        self._entered_snapshots.begin_step(stops=self._is_stop_requested())
+        self._entered_snapshots.begin_step(stops=self._passes.is_stop_requested(self._position))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -391,7 +381,7 @@ class Job:
         snapshots = self._entered_snapshots
         takes_snapshot = snapshots.complete_step(self._position)
         if snapshots.is_stopping:
-            self._end_pass()
+            self._position = self._passes.stop(self._position)
         # Before the snapshot of the step: a repaired state is what it shall hold.
         divergence = self._compare_replicas(takes_snapshot or snapshots.is_ending)
         if divergence is not None:
@@ -406,18 +396,6 @@ class Job:
                 SnapshotIntervalChosen(generation=generation, every=every, cost_s=cost_s)
             )
 
-    def _is_stop_requested(self) -> bool:
-        request = self._stop_request
-        return request is not None and request.holds(self._position.step, len(self._passes))
-
-    def _end_pass(self) -> None:
-        """End the pass over the data after the step just completed, as all ranks have agreed."""
-        assert self._data is not None, "only `stop` asks for it"
-        # This rank may be the only one that is left of those that know it.
-        if not self._is_stop_requested():
-            self._stop_request = StopRequest(self._position.step - 1, len(self._passes))
-        self._position = replace(self._position, batch=self._data.end)
-
     def _judge_step(self, values: Mapping[str, float]) -> None:
         """Judge what a step has reported; for `Step`."""
         reason = self._own_judge().judge(self._position.step + 1, values)
@@ -427,13 +405,14 @@ class Job:
     def _reject_step(self, reason: str) -> NoReturn:
         """Undo the step that is under way; for `Step`."""
         judge = self._own_judge()
-        if self._data is None:
+        data = self._passes.current
+        if data is None:
             raise UsageError("a rejected step's batch is skipped by job.batches: iterate over that")
         self._rejected = judge.reject(
             reason,
             step=self._position.step + 1,
             batch=self._position.batch,
-            begin=self._data.begin,
+            begin=data.begin,
             generation=self.world.generation,
             rank=self.world.rank,
         )
@@ -551,7 +530,7 @@ class Job:
             partial(self._session.is_closing, assignment.generation),
             partial(self._may_seal, assignment.generation),
             self._snapshot_interval,
-            self._stream_position,
+            self._passes.stream_position,
             data_share=(self._world.data_rank, self._world.data_size),
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
@@ -560,8 +539,7 @@ class Job:
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
         self._position = resumed.position
-        if self._data is not None:
-            self._data.resume(self._position)
+        self._passes.resume(self._position)
         if resumed.begins:
             self._initial_extra.restore(own_extra)
         if self._judge is not None:
@@ -613,10 +591,9 @@ class Job:
             return False
         before = self._position
         self._recover(error)
-        is_over = self._data is not None and before.batch >= self._data.end
+        was_over = self._passes.is_over(before)
         # After a `break`, a process that is new computes the next step, and not what is guarded.
-        was_left_early = self._is_loop_left and not is_over
-        if was_left_early or (is_over and self._position != before):
+        if self._passes.was_left_early(before) or (was_over and self._position != before):
             self._restart_script("the last steps must be computed again")
         return True
 
@@ -715,8 +692,7 @@ class Job:
         """Recover after the loop has ended: possible only if no step must be computed again."""
         self._recover(error, final)
         # A process that is new does not know that the loop was left before the end of its data.
-        was_left_early = self._data is not None and final.batch < self._data.end
-        if self._position != final or was_left_early:
+        if self._position != final or self._passes.has_more(final):
             self._restart_script("the last steps must be computed again")
         return self.world.generation
 

@@ -513,7 +513,7 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
                 with job.guard():
                     raise PEER_LOST
                 # As a snapshot that is taken again asks for it.
-                assert job._stream_position(Position(3, 3)) == expected
+                assert job._passes.stream_position(Position(3, 3)) == expected
     in_first = [position for generation, position in captured if generation == 1]
     assert all(position and set(position.states) == {0, 1} for position in in_first)
     in_second = [position for generation, position in captured if generation == 2]
