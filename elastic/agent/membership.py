@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 from keepstep.elastic.agent.action_log import log_action
 from keepstep.elastic.agent.peer_connections import Peer, probe
+from keepstep.elastic.agent.publisher import Publisher
 from keepstep.elastic.agent.view_reader import ViewReader
 from keepstep.elastic.errors import (
     InvariantViolated,
@@ -43,7 +44,6 @@ from keepstep.elastic.errors import (
 )
 from keepstep.elastic.rendezvous import (
     actions,
-    checkpoint_schedule,
     standing,
     transactions,
 )
@@ -99,9 +99,9 @@ class Membership:
     """One node's membership of one job.
 
     `on_change` is called, on the event loop, whenever the view has changed. `publish` writes the
-    manifest of a checkpoint whose parts are all stored. `run` works until it is cancelled, and
-    raises `LeaseLost` when the node was declared gone: the caller then stops its workers and joins
-    again with another membership.
+    manifest of a checkpoint whose parts are all stored; meanwhile other things are decided. `run`
+    works until it is cancelled, and raises `LeaseLost` when the node was declared gone: the caller
+    then stops its workers and joins again with another membership.
 
     Args:
         store: the coordinator.
@@ -110,7 +110,7 @@ class Membership:
         record: the node's first record. It may carry over what an earlier membership held.
         lease_ttl_s: how long after its last sign of life the node is declared gone.
         on_change: called after each change of the view.
-        publish: writes a manifest.
+        publish: writes a manifest; raises JobFailed if it is not written.
         secret: of the job in which the record's state arose; None if it has none.
         announce: tells all members, this node included, what this leader has found committed.
     """
@@ -134,10 +134,10 @@ class Membership:
         self._policy = policy
         self._ttl_s = lease_ttl_s
         self._on_change = on_change
-        self._publish_checkpoint = publish
         self._on_announce = announce
         self._dirty = asyncio.Event()
         self._changed = asyncio.Event()
+        self._publisher = Publisher(publish, self._changed.set)
         self._lease = Lease(id=0, ttl_s=lease_ttl_s, until_s=0.0)
         self._created = 0
         """Revision at which this membership created the node's key."""
@@ -237,6 +237,8 @@ class Membership:
             error = lost.exceptions[0]
         except* (UsageError, JobFailed, InvariantViolated) as failed:
             error = error or failed.exceptions[0]
+        finally:
+            self._publisher.stop()
         # Not raised above: Python 3.11.2 would put it into a group again.
         if error is not None:
             raise error from None
@@ -434,7 +436,11 @@ class Membership:
                 log.debug("%s; writing it again", error)
 
     async def _lead(self) -> None:
-        """Decide, act, and wait for changes, as long as this node leads."""
+        """Decide, act, and wait for changes, as long as this node leads.
+
+        Raises:
+            InvariantViolated: an action would break what the rendezvous promises.
+        """
         leader_state = LeaderState()
         rest_s = 0.0
         while True:
@@ -442,9 +448,16 @@ class Membership:
             again_at_s = None
             if self.leads:
                 view = with_reports(self.view, self._reports.newest)
+                published = self._publisher.conclude(view)
+                if published is not None:
+                    await self._perform(view, published)
+                    continue
                 began_s = time.monotonic()
                 decision = decide(self._policy, view, leader_state, began_s, time.time())
                 rest_s = min(_MOST_REST_S, _REST_RATIO * (time.monotonic() - began_s))
+                if decision.action is not None:
+                    check_action(self._policy, view, decision.action)
+                decision = self._publisher.follow(decision, view, began_s)
                 leader_state, again_at_s = decision.leader_state, decision.again_at_s
                 # Decisions without a message come between, such as commits: once is enough.
                 message = (view.generation_number, decision.message)
@@ -459,6 +472,7 @@ class Membership:
                 self._announce()
             else:
                 leader_state = LeaderState()
+                self._publisher.stop()
                 if self.view.leader is None:
                     await self._take_lead()
                     continue
@@ -492,17 +506,11 @@ class Membership:
         return self._written
 
     async def _perform(self, view: View, action: actions.Action) -> None:
-        """Do what was decided on a view, and wait until the view shows it.
+        """Write what was decided on a view, and wait until the view shows it.
 
         Raises:
-            InvariantViolated: the action would break what the rendezvous promises.
+            InvariantViolated: the write would break what the rendezvous promises.
         """
-        check_action(self._policy, view, action)
-        if isinstance(action, actions.Publish):
-            try:
-                await self._publish_checkpoint(action)
-            except JobFailed as error:
-                action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
         parts = transactions.lead(self._keys, view, self._led_since, action, time.time())
         check_transition(view, transactions.preview(self._keys, view, parts))
         log_action(action, view)

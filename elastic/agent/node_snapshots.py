@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.messages import (
     AlreadyStored,
     Persisted,
@@ -22,7 +23,6 @@ from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import (
     ServerDied,
-    ServerGone,
     SnapshotEvent,
     SnapshotProcess,
     stored_part,
@@ -213,5 +213,5 @@ class NodeSnapshots:
         attempt = PartAttempt(action.request, action.revision)
         try:
             await self.server.publish(attempt, action.parts)
-        except ServerGone as error:
+        except SnapshotUnavailable as error:
             raise JobFailed(str(error)) from error

@@ -65,7 +65,7 @@ _START_S = 120.0
 _END_S = 5.0
 _ANSWER_S = 30.0
 _PUBLISH_S = 300.0
-"""The leader decides nothing else while it has a manifest written."""
+"""One snapshot is stored at a time: after this the next one's turn comes."""
 _ANSWER_NBYTES_PER_S = 200e6
 """Some commands read all memory that the server holds: its limit grows with that."""
 

@@ -31,6 +31,10 @@ from keepstep.elastic.rendezvous.view import View
 _FIRST_PAUSE_S = 2.0
 _MAX_PAUSE_S = 300.0
 
+_PARTS_S = 3600.0
+_PARTS_RATIO = 10.0
+"""Parts are waited for as long, or so many times as long as the last checkpoint took."""
+
 FINAL_ATTEMPTS = 5
 """How often in a row storing the last step may fail, over half a minute, before the job fails."""
 
@@ -174,14 +178,27 @@ def _base(view: View) -> int:
     return view.checkpoint.base if view.checkpoint is not None else 0
 
 
-def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
+def given_up_at_s(view: View, request: PersistRequest) -> float:
+    """Return how long the parts of a checkpoint are waited for, until when in wall-clock seconds.
+
+    Storage that hangs, such as a network file system, may never answer. After each failure in a row
+    the next attempt has twice as long: the storage may only be slow.
+    """
+    failed = view.store_failure.count if _fails_in_a_row(view) and view.store_failure else 0
+    took_s = view.checkpoint.took_s if view.checkpoint is not None else 0.0
+    return request.at_s + max(_PARTS_S, _PARTS_RATIO * took_s) * 2.0 ** min(failed, 10)
+
+
+def continue_persist(
+    view: View, request: PersistRequest, wall_s: float
+) -> Publish | CancelPersist | None:
     """Publish what is being stored once all holders have written their parts.
 
-    It is cancelled if one fails, or is gone: a holder that is no member of the current generation
-    may go without ending it, and its part with it.
+    It is cancelled if one fails, does not answer, or is gone: a holder that is no member of the
+    current generation may go without ending it, and its part with it.
     """
     step = request.commit.snapshot.step
-    parts = []
+    parts, missing = [], []
     for holder in request.commit.holders:
         joined = view.nodes.get(holder.node)
         if joined is None or joined.record.server != holder.server:
@@ -189,19 +206,32 @@ def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPer
             return cancel_persist(view, request, reason)
         part = _answer(view, request, holder.node)
         if part is None:
-            return None
+            missing.append(holder.node)
+            continue
         if "error" in part:
             reason = f"{holder.node} could not write step {step} to {request.url}: {part['error']}"
             return cancel_persist(view, request, reason)
         parts.append(part)
+    if missing and wall_s >= given_up_at_s(view, request):
+        late = f"{', '.join(missing)} had not written step {step} to {request.url}"
+        return cancel_persist(view, request, f"{late} after {wall_s - request.at_s:.0f} s")
+    if missing:
+        return None
     return Publish(request, tuple(parts), view.revisions.get("persist", 0))
 
 
 def cancel_persist(view: View, request: PersistRequest, reason: str) -> CancelPersist:
     """Give up an attempt to store, and count it with those that failed right before it."""
+    failed = view.store_failure
+    return CancelPersist(
+        request, reason, failed.count + 1 if failed and _fails_in_a_row(view) else 1
+    )
+
+
+def _fails_in_a_row(view: View) -> bool:
+    """Whether nothing was stored since the last failure."""
     failed, stored = view.store_failure, view.checkpoint
-    is_in_a_row = failed is not None and (stored is None or stored.at_s < failed.at_s)
-    return CancelPersist(request, reason, failed.count + 1 if failed and is_in_a_row else 1)
+    return failed is not None and (stored is None or stored.at_s < failed.at_s)
 
 
 def retry_at_s(failed: StoreFailure) -> float:
@@ -303,7 +333,7 @@ def persist_before_pausing(
     if view.snapshot != resume:
         return Commit(resume)
     if view.persist is not None:
-        return continue_persist(view, view.persist)
+        return continue_persist(view, view.persist, wall_s)
     concerned = _concerned(view, present, resume)
     urls = {record.checkpoint_url for record in concerned if record.checkpoint_url}
     stored = view.checkpoint.step if view.checkpoint else 0

@@ -137,7 +137,8 @@ def decide(
     current = _current(present, generation)
     if len(current) == len(generation.members) and all(r.phase is NodePhase.DONE for r in current):
         if view.persist is not None:
-            return Decision(LeaderState(), checkpoint_schedule.continue_persist(view, view.persist))
+            answered = checkpoint_schedule.continue_persist(view, view.persist, wall_s)
+            return Decision(LeaderState(), answered, _parts_awaited_until_s(view, now_s, wall_s))
         return Decision(LeaderState(), Finish(Result(True, "all workers finished")))
     ending = _unrecoverable_result(view, generation, present)
     if ending is not None:
@@ -152,7 +153,7 @@ def decide(
     if commit is not None and is_due(view, commit.commit, present, wall_s):
         return Decision(leader_state, commit)
     stored = (
-        checkpoint_schedule.continue_persist(view, view.persist)
+        checkpoint_schedule.continue_persist(view, view.persist, wall_s)
         if view.persist is not None
         else checkpoint_schedule.begin_persist_if_due(view, present, wall_s)
     )
@@ -165,12 +166,20 @@ def decide(
         if wait_s > 0:
             return Decision(leader_state, again_at_s=now_s + wait_s)
     decision = _admit_spares(policy, view, generation, present, leader_state, now_s, wall_s)
-    if commit is None or view.snapshot is None or decision.action is not None:
+    if decision.action is not None:
         return decision
-    # Announced, and to be written by then even if training pauses.
-    due_s = now_s + view.snapshot.at_s + COMMIT_INTERVAL_S - wall_s
-    again_s = due_s if decision.again_at_s is None else min(due_s, decision.again_at_s)
-    return replace(decision, again_at_s=again_s)
+    again_s = [decision.again_at_s, _parts_awaited_until_s(view, now_s, wall_s)]
+    if commit is not None and view.snapshot is not None:
+        # Announced, and to be written by then even if training pauses.
+        again_s.append(now_s + view.snapshot.at_s + COMMIT_INTERVAL_S - wall_s)
+    return replace(decision, again_at_s=min((s for s in again_s if s is not None), default=None))
+
+
+def _parts_awaited_until_s(view: View, now_s: float, wall_s: float) -> float | None:
+    """Return until when the parts of a checkpoint are waited for, in monotonic seconds."""
+    if view.persist is None:
+        return None
+    return now_s + max(0.0, checkpoint_schedule.given_up_at_s(view, view.persist) - wall_s)
 
 
 def may_leave(view: View, node: str) -> bool:
@@ -202,6 +211,26 @@ def _draining(present: Iterable[NodeRecord], generation: Generation) -> list[str
         if record.generation != generation.generation
         or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
     ]
+
+
+def _break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Closing | None:
+    """Return how a generation closes that something breaks while it closes in good order.
+
+    Its ranks wait for the commit of their last snapshot, which then never comes.
+    """
+    closing = view.closing
+    if closing is None or closing.abort:
+        return None
+    here = {record.node for record in present}
+    lost = [member.node for member in old.members if member.node not in here]
+    failures = [record.failure for record in _current(present, old) if record.failure]
+    if lost:
+        why = f"lost {', '.join(lost)}"
+    elif failures:
+        why = min(failures, key=lambda failure: failure.at_s).message.partition("\n")[0]
+    else:
+        return None
+    return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")
 
 
 def _order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> OrderAbort | None:
@@ -389,6 +418,9 @@ def _open_next_generation(
         return Decision(leader_state, order)
     draining = _draining(present, old)
     if draining:
+        broken = _break_off(view, old, present)
+        if broken is not None:
+            return Decision(leader_state, Close(broken))
         # Ranks that drain without an abort take a last snapshot; the one before is committed first.
         in_good_order = view.closing is not None and not view.closing.abort
         may_commit = in_good_order and trusts_uncommitted(view)
@@ -424,7 +456,8 @@ def _open_next_generation(
         waiting = checkpoint_schedule.persist_before_pausing(
             view, present, resume, wall_s
         ) or _release(view, old, present, resume)
-        return Decision(LeaderState(), waiting, message=_PAUSED)
+        again_at_s = _parts_awaited_until_s(view, now_s, wall_s)
+        return Decision(LeaderState(), waiting, again_at_s, _PAUSED)
     if not has_enough:
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:

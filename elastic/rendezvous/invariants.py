@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated
@@ -26,6 +27,7 @@ from keepstep.elastic.rendezvous.rank_assignment import rank_limits
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     CheckpointRecord,
+    Closing,
     Generation,
     Member,
     NodePhase,
@@ -381,9 +383,10 @@ def _check_change_within_generation(before: View, after: View) -> None:
             f"{before.abort_order} becomes {after.abort_order}",
         )
     if after.closing != before.closing:
-        if before.is_closing:
+        if before.is_closing and not _is_broken_off(before.closing, after.closing):
             raise InvariantViolated(
-                "a generation is closed once", f"{before.closing} becomes {after.closing}"
+                "a generation is closed once, or in good order and then by an abort",
+                f"{before.closing} becomes {after.closing}",
             )
         if after.closing is not None:
             _check_closing(after)
@@ -504,6 +507,16 @@ def _check_release(view: View, release: Release) -> None:
             "members are released from a generation that closes",
             f"{release.generation} releases them, {view.generation_number} is open",
         )
+
+
+def _is_broken_off(before: Closing | None, after: Closing | None) -> bool:
+    """Whether what began in good order ends by an abort; nothing else may change of a closing."""
+    return (
+        before is not None
+        and after is not None
+        and not before.abort
+        and after == replace(before, abort=True, reason=after.reason)
+    )
 
 
 def _check_closing(view: View) -> None:

@@ -22,6 +22,7 @@ from keepstep.elastic.rendezvous import (
     commits,
     decide,
     invariants,
+    publication,
     rank_assignment,
     transactions,
 )
@@ -37,6 +38,7 @@ from keepstep.elastic.rendezvous.actions import (
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.decide import Decision
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
+from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
     Generation,
@@ -334,18 +336,28 @@ def publishes_before_all_parts_are_written(patch: pytest.MonkeyPatch) -> None:
 def publishes_parts_of_some_holders(patch: pytest.MonkeyPatch) -> None:
     right = checkpoint_schedule.continue_persist
 
-    def wrong(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
-        action = right(view, request)
+    def wrong(view: View, request: PersistRequest, wall_s: float) -> Publish | CancelPersist | None:
+        action = right(view, request, wall_s)
         return replace(action, parts=action.parts[:-1]) if isinstance(action, Publish) else action
 
     patch.setattr(checkpoint_schedule, "continue_persist", wrong)
 
 
+def records_a_checkpoint_before_storage_has_its_manifest(patch: pytest.MonkeyPatch) -> None:
+    right = publication.conclude
+
+    def wrong(writing: Publication | None, view: View) -> Publish | CancelPersist | None:
+        is_under_way = writing is not None and writing.is_under_way
+        return right(replace(writing, failure="") if is_under_way else writing, view)
+
+    patch.setattr(publication, "conclude", wrong)
+
+
 def never_cancels_a_request(patch: pytest.MonkeyPatch) -> None:
     right = checkpoint_schedule.continue_persist
 
-    def wrong(view: View, request: PersistRequest) -> Publish | None:
-        action = right(view, request)
+    def wrong(view: View, request: PersistRequest, wall_s: float) -> Publish | None:
+        action = right(view, request, wall_s)
         return action if isinstance(action, Publish) else None
 
     patch.setattr(checkpoint_schedule, "continue_persist", wrong)
@@ -387,8 +399,8 @@ def waits_for_a_holder_that_is_gone(patch: pytest.MonkeyPatch) -> None:
     """Waits for the part of a holder that is no member, as it did until a seed hung."""
     right = checkpoint_schedule.continue_persist
 
-    def wrong(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
-        action = right(view, request)
+    def wrong(view: View, request: PersistRequest, wall_s: float) -> Publish | CancelPersist | None:
+        action = right(view, request, wall_s)
         is_gone = isinstance(action, CancelPersist) and "was gone" in action.reason
         return None if is_gone else action
 
@@ -622,6 +634,7 @@ MUTANTS: dict[str, Patch] = {
             ignores_a_parts_error,
             publishes_before_all_parts_are_written,
             publishes_parts_of_some_holders,
+            records_a_checkpoint_before_storage_has_its_manifest,
             never_cancels_a_request,
             stores_what_is_not_committed,
             stores_nothing_after_a_failure,

@@ -22,12 +22,14 @@ from keepstep.elastic.rendezvous import (
     commits,
     decide,
     invariants,
+    publication,
     standing,
     transactions,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.commits import Announcements
 from keepstep.elastic.rendezvous.decide import LeaderState
+from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
     Failure,
@@ -62,16 +64,6 @@ class PartWrite:
 
     attempt: PartAttempt
     stopped: bool = False
-
-
-@dataclass
-class Publishing:
-    """A checkpoint that this leader publishes: storage first, then the coordinator."""
-
-    action: actions.Publish
-    view: View
-    reason: str = ""
-    is_stored: bool = False
 
 
 class Node:
@@ -133,7 +125,8 @@ class Node:
         self.leader_state = LeaderState()
         self.lead_at_revision = 0
         self.lead_after: tuple[int, float] | None = None
-        self.publishing: Publishing | None = None
+        self.publication: Publication | None = None
+        self.manifest_stalls_until_s = 0.0
 
     def _begin_job(self) -> None:
         """Begin without workers, and with a snapshot server that holds nothing."""
@@ -344,15 +337,14 @@ class Node:
         now_s = self.simulation.now_s
         if not self._led_since():
             self.leader_state = LeaderState()
+            self.publication = None
             self.decided_at_revision = 0
             if self.view.leader is None:
                 self._take_lead()
             return
         if not self.mirrors_all:
             return
-        if self.publishing is not None:
-            self._continue_publishing(self.publishing)
-            return
+        self._write_manifest()
         if self.revision < self.lead_at_revision:
             return
         if self.is_settled:
@@ -367,16 +359,24 @@ class Node:
             return
         self.decided_at_revision = self.revision
         view = with_reports(self.view, self.reports.newest)
+        published = publication.conclude(self.publication, view)
+        if published is not None:
+            self.decided_at_revision = 0
+            self._perform(view, published)
+            return
         decision = decide.decide(self.simulation.policy, view, self.leader_state, now_s, now_s)
+        if decision.action is not None:
+            invariants.check_action(self.simulation.policy, view, decision.action)
+        before = self.publication
+        self.publication, decision = publication.follow(before, decision, view, now_s)
         self.leader_state = decision.leader_state
         self.decide_again_at_s = decision.again_at_s
-        if decision.action is None:
-            return
-        self.decided_at_revision = 0
-        invariants.check_action(self.simulation.policy, view, decision.action)
-        if isinstance(decision.action, actions.Publish):
-            self.publishing = Publishing(decision.action, view)
-        else:
+        if before is None and self.publication is not None and self.rng.random() < 0.15:
+            self.manifest_stalls_until_s = now_s + self.rng.uniform(1.0, 25.0)
+        if before is not None and before.is_under_way:
+            self._may_take_manifest_unwatched(before)
+        if decision.action is not None:
+            self.decided_at_revision = 0
             self._perform(view, decision.action)
 
     def receive_report(self, report: NodeReport) -> None:
@@ -413,33 +413,41 @@ class Node:
         except UnknownOutcome:
             return  # The view will show it, or it is tried again.
 
-    def _continue_publishing(self, publishing: Publishing) -> None:
-        if not self.simulation.is_calm and self.rng.random() < 0.6:
+    def _write_manifest(self) -> None:
+        """Go on with the manifest that is under way: storage takes it, refuses it, or lets wait."""
+        writing = self.publication
+        if writing is None or not writing.is_under_way:
             return
-        request = publishing.action.request
-        if not publishing.is_stored and not publishing.reason:
+        is_slow = not self.simulation.is_calm and self.rng.random() < 0.6
+        if is_slow or self.simulation.now_s < self.manifest_stalls_until_s:
+            return
+        failure = ""
+        try:
+            if self.simulation.storage_fails():
+                raise StorageError("the storage is away")
+            self._store_manifest(writing.action)
+        except StorageError as error:
+            failure = str(error)
+        self.publication = replace(writing, failure=failure)
+        self.decided_at_revision = 0
+
+    def _may_take_manifest_unwatched(self, given_up: Publication) -> None:
+        """Have storage take, or not, a manifest that this leader does not wait for any more."""
+        is_watched = self.publication is not None and self.publication.is_under_way
+        if not is_watched and self.rng.random() < 0.5:
             try:
-                if publishing.action.is_stored:
-                    publishing.is_stored = True
-                    return
-                if self.simulation.storage_fails():
-                    raise StorageError("the storage is away")
-                self.simulation.storage.publish(
-                    request.commit.snapshot,
-                    publishing.action.parts,
-                    sum(holder.nproc for holder in request.commit.holders),
-                )
-                publishing.is_stored = True
-            except StorageError as error:
-                publishing.reason = str(error)
-            return
-        self.publishing = None
-        self._perform(
-            publishing.view,
-            publishing.action
-            if publishing.is_stored
-            else checkpoint_schedule.cancel_persist(publishing.view, request, publishing.reason),
-        )
+                self._store_manifest(given_up.action)
+            except StorageError:
+                return
+
+    def _store_manifest(self, action: actions.Publish) -> None:
+        if not action.is_stored:
+            holders = action.request.commit.holders
+            self.simulation.storage.publish(
+                action.request.commit.snapshot,
+                action.parts,
+                sum(holder.nproc for holder in holders),
+            )
 
     def _perform(self, view: View, action: actions.Action) -> None:
         now_s = self.simulation.now_s

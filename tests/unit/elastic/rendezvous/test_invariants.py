@@ -273,6 +273,20 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
         changed(CLOSED, generation=SECOND, closing=None, abort_order=ORDER),
     ),
     "closed twice": ("a generation is closed once", changed(CLOSED, closing=None)),
+    "an abort that becomes a closing in good order": (
+        "a generation is closed once",
+        changed(
+            replace(CLOSED, closing=replace(CLOSING, abort=True)),
+            closing=replace(CLOSING, abort=False),
+        ),
+    ),
+    "a closing that becomes another one": (
+        "a generation is closed once",
+        changed(
+            replace(CLOSED, closing=replace(CLOSING, abort=False)),
+            closing=replace(CLOSING, abort=True, detected_at_s=9.0),
+        ),
+    ),
     "closing of an older generation": (
         "only the open generation is closed",
         changed(OPENED, closing=CLOSING),
