@@ -190,23 +190,29 @@ class _Piece:
 class _Read:
     """A unit to read: as the boxes that are wanted of it, or, if these overlap much, as a whole.
 
-    `live` is, for each box, the live memory that it is read into, or None.
+    `live` is, for each box, the live memory that it is read into, with the number of the request
+    of this rank whose memory it is, or None.
     """
 
     task: ReadTask
     boxes: tuple[Box, ...]
-    live: tuple[Bytes | None, ...]
+    live: tuple[tuple[int, Bytes] | None, ...]
 
     @classmethod
     def of(cls, task: ReadTask, fills: Sequence[Fill], own_rank: int) -> _Read:
         """Return how a task is read by a rank that fills these tensors."""
         unit = task.unit
-        own = {item.box: item.number for item in task.deliveries if item.rank == own_rank}
+        # Several requests may be for one box: tied weights, in a module where they are not tied.
+        own: dict[Box, tuple[int, Bytes]] = {}
+        for item in task.deliveries:
+            if item.rank == own_rank:
+                memory = fills[item.number].memory(item.box)
+                if memory is not None:
+                    own[item.box] = item.number, memory
         boxes = tuple(dict.fromkeys(item.box for item in task.deliveries))
         if sum(box.size for box in boxes) > unit.box.size:
             boxes = (unit.box,)
-        live = tuple(fills[own[box]].memory(box) if box in own else None for box in boxes)
-        return cls(task, boxes, live)
+        return cls(task, boxes, tuple(own.get(box) for box in boxes))
 
     @property
     def staged_nbytes(self) -> int:
@@ -420,8 +426,9 @@ class _Participant:
             read_boxes.append([])
             for box, live in zip(read.boxes, read.live, strict=True):
                 nbytes = box.size * unit.itemsize
-                data = live
-                if data is None:
+                if live is not None:
+                    _, data = live
+                else:
                     data = staging[end : end + nbytes].reshape(*box.shape, unit.itemsize)
                     end += round_up(nbytes, _ALIGNMENT)
                 read_boxes[-1].append(data)
@@ -438,10 +445,10 @@ class _Participant:
                 piece = _Piece(item.number, item.box, data)
                 if item.rank != self._rank:
                     self._unsent.setdefault(item.rank, deque()).append(piece)
-                elif live is None:
-                    self._place(piece)
-                else:
+                elif live is not None and live[0] == item.number:
                     self._missing[item.number] -= item.box.size
+                else:
+                    self._place(piece)
 
     def _place(self, piece: _Piece) -> None:
         self._fills[piece.number].place(piece.box, piece.data)

@@ -300,3 +300,32 @@ def test_a_rest_that_the_checkpoint_lacks_is_zero(monkeypatch: pytest.MonkeyPatc
     padded[:5] = tensor.values
     got = b"".join(content(item.tensor.data) for (item,) in fills)
     assert got == padded.tobytes()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_each_tensor_that_takes_the_same_stored_box_gets_its_values(
+    monkeypatch: pytest.MonkeyPatch, is_transposed: bool
+) -> None:
+    """Tied weights are stored once, and loaded into modules where they are not tied."""
+    tensor = Tensor("model/t0.weight", "uint8", (64, 8))
+    box = Box.whole(tensor.shape)
+    storage = saved(monkeypatch, [[(tensor, box)]])
+
+    def of_another_type() -> Fill:
+        data = torch.zeros(tensor.shape, dtype=torch.int32)
+        return Fill(LiveTensor(tensor.key, tensor.shape, box, data), tensor.dtype, box)
+
+    fills = [
+        [
+            of_another_type(),
+            fill_of(tensor, box, is_transposed=is_transposed),
+            fill_of(tensor, box, is_transposed=False),
+        ]
+        for _ in range(2)
+    ]
+    ranks = ThreadRanks(2)
+    ranks.patch(monkeypatch)
+    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    for item in (item for own in fills for item in own):
+        assert content(item.tensor.data.to(torch.uint8)) == tensor.values.tobytes()
+    check_read_once(storage)
