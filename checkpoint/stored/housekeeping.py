@@ -145,7 +145,8 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
                 f"{directory}/{REMOVED}",
                 objects,
                 is_kept=partial(_is_named, storage, stored, directory),
-                delete=partial(_delete, storage, stored, directory, objects),
+                empty=partial(_delete_in, storage, directory),
+                delete=partial(_delete, storage, stored, directory),
                 now=now,
                 grace_s=grace_s,
             )
@@ -153,8 +154,8 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
     beside = [name for name in unfinished if "/" not in name]
     noted = [REMOVED] if REMOVED in names else []
 
-    def delete_beside() -> None:
-        for name in (*beside, *noted):
+    def delete_all(names: Sequence[str]) -> None:
+        for name in names:
             storage.delete(name)
 
     if (beside or noted) and _collect(
@@ -162,7 +163,8 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
         REMOVED,
         [*beside, *noted],
         is_kept=lambda: False,
-        delete=delete_beside,
+        empty=delete_all,
+        delete=delete_all,
         now=now,
         grace_s=grace_s,
     ):
@@ -176,7 +178,8 @@ def _collect(
     objects: Sequence[str],
     *,
     is_kept: Callable[[], bool],
-    delete: Callable[[], None],
+    empty: Callable[[Sequence[str]], None],
+    delete: Callable[[Sequence[str]], None],
     now: float,
     grace_s: float,
 ) -> bool:
@@ -187,7 +190,8 @@ def _collect(
         note_name: the name of the note about them.
         objects: their names; the note's as well, if there is one.
         is_kept: whether they may be of use.
-        delete: deletes all of them.
+        empty: deletes all of them but the note, given their names.
+        delete: deletes all of them, given their names.
         now: wall-clock seconds.
         grace_s: as for `collect_garbage`.
     """
@@ -200,8 +204,11 @@ def _collect(
             # Looked at again: the attempt may have been committed since.
             if is_kept():
                 return False
-            delete()
-            if disposal is Disposal.EMPTY:
+            if disposal is Disposal.DELETE:
+                delete(objects)
+            else:
+                # The note is there at any moment: a writer may awake, and this may be cut off.
+                empty(others)
                 storage.write(note_name, [Note(now, names_crc(()), True).encode()])
             return bool(others)
         case Disposal.NOTE | Disposal.CLOSE as disposal:
@@ -253,12 +260,17 @@ def _is_named(storage: Storage, stored: StoredStep, directory: str) -> bool:
     return named in (None, directory, stored.directory)
 
 
-def _delete(storage: Storage, stored: StoredStep, directory: str, objects: Sequence[str]) -> None:
+def _delete(storage: Storage, stored: StoredStep, directory: str, names: Sequence[str]) -> None:
     if directory != stored.directory:
         storage.delete_directory(directory)
-        return
-    # Attempts have directories beside the objects of format 1, which are deleted alone.
-    leaves = {name.removeprefix(f"{directory}/") for name in objects}
+    else:
+        # Attempts have directories beside the objects of format 1, which are deleted alone.
+        _delete_in(storage, directory, names)
+
+
+def _delete_in(storage: Storage, directory: str, names: Sequence[str]) -> None:
+    """Delete these objects of a directory, and all of the directories in it that they are in."""
+    leaves = {name.removeprefix(f"{directory}/") for name in names}
     for child in sorted({leaf.partition("/")[0] for leaf in leaves}):
         if child in leaves:
             storage.delete(f"{directory}/{child}")

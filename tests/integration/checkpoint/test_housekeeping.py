@@ -12,10 +12,11 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointExists
+from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
 from keepstep.checkpoint.stored.manifest import VERSION
 from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
-from keepstep.checkpoint.stored.pruning import GRACE_S
+from keepstep.checkpoint.stored.pruning import GRACE_S, Note
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
@@ -52,6 +53,29 @@ def stored_in_format(number: int) -> str:
     return url
 
 
+class ClosedStorage:
+    """A storage that checks after each change that a note is there, and closes its attempt."""
+
+    def __init__(self, storage: Storage, note: str) -> None:
+        self.storage = storage
+        self.note = note
+        self.changes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self.storage, name)
+        if name not in ("write", "delete", "delete_directory"):
+            return act
+
+        def change(*arguments: Any) -> None:
+            act(*arguments)
+            self.changes += 1
+            note = Note.decode(self.storage.read(self.note))
+            assert note is not None
+            assert note.is_closed
+
+        return change
+
+
 @pytest.fixture(params=[1, 2, 3])
 def url(request: pytest.FixtureRequest) -> str:
     """A URL at which one checkpoint was stored, in each format."""
@@ -74,6 +98,19 @@ def test_a_removed_checkpoint_is_collected_after_the_grace_time(url: str) -> Non
     assert open_storage(url).names() == [f"{directory}/{REMOVED}"]
     assert collect_garbage(url, now=NOW_S + 25 * GRACE_S) == ()
     assert open_storage(url).names() == []
+
+
+def test_the_note_that_closes_an_attempt_is_there_at_every_moment_of_its_deletion(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is cut off, a writer that awakes must find that it is too late to commit."""
+    note = f"{StoredCheckpoint.open(url).directory}/{REMOVED}"
+    remove(url, STEP, now=NOW_S)
+    checked = ClosedStorage(open_storage(url), note)
+    monkeypatch.setattr(housekeeping, "open_storage", lambda url: checked)
+    assert collect_garbage(url, now=NOW_S + GRACE_S) != ()
+    assert checked.changes >= 2
+    assert open_storage(url).names() == [note]
 
 
 def test_a_removed_step_can_be_written_again_and_only_the_old_one_is_collected(url: str) -> None:
