@@ -127,13 +127,15 @@ def save(
     finishes a save in progress, for ten minutes at most. See `Saver` to say when these things end.
 
     Args:
-        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
+        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`: one storage, which all
+            ranks reach.
         state: a module, optimizers of its parameters, tensors (sharded or not), flat fragments of
             tensors, JSON values and mappings of these, by name. The module's tensors are stored as
             `model/<name>` and its optimizers' as `optim/<name>/<slot>`. Names are those of the bare
             module, also if it is wrapped by DDP, FSDP1, `torch.compile` or a checkpoint wrapper.
-        step: number of completed steps.
-        generation: distinguishes attempts at one step; `load` takes the greatest.
+        step: number of completed steps, the same on all ranks.
+        generation: distinguishes attempts at one step; `load` takes the greatest. The same on all
+            ranks.
         descriptions: what tensors are, as far as names, shapes and placements do not tell: fused
             parts, padding, scales, averages, masters.
         config: the model's configuration, or whatever a reader needs to build it, as JSON.
@@ -144,8 +146,9 @@ def save(
     Raises:
         ValueError: there is no such compression.
         CheckpointExists: a checkpoint of this step and generation exists already.
-        CheckpointError: a rank could not write; every rank raises. With `block=False` the handle
-            has these errors, and only a state that cannot be stored raises (LayoutMismatch).
+        CheckpointError: a rank could not write, or wrote elsewhere; every rank raises. With
+            `block=False` the handle has these errors, and only a state that cannot be stored
+            (LayoutMismatch) and steps that differ raise.
     """
     if not block:
         return PROCESS_SAVER.get().save(
@@ -161,7 +164,12 @@ def save(
     failure = None if saver is None else saver.finish()
     storage, stored = on_all_ranks(lambda: (open_storage(url), StoredStep(step, generation)))
     agreed = agree_on_save(
-        lambda: capture(state, descriptions, config), failure, PROCESS_SAVER.plans, compression
+        lambda: capture(state, descriptions, config),
+        failure,
+        PROCESS_SAVER.plans,
+        compression,
+        step=step,
+        generation=generation,
     )
     told_failure(agreed.failures)
     if saver is not None:

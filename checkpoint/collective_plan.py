@@ -25,6 +25,7 @@ import torch
 
 from keepstep.checkpoint.agreement import exchange, on_all_ranks, on_all_ranks_gathering
 from keepstep.checkpoint.collective import ByteExchange, Bytes, box_of, rank, world_size
+from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.documents import (
     PROVENANCE,
@@ -141,6 +142,9 @@ def agree_on_save(
     failure: Json,
     cache: PlanCache,
     compression: Compression | None = None,
+    *,
+    step: int = 0,
+    generation: int = 0,
 ) -> AgreedSave:
     """Capture all ranks' states and plan a save of them.
 
@@ -149,10 +153,12 @@ def agree_on_save(
         failure: what this rank tells the others about its last save.
         cache: has the plan of the last save of the same ranks.
         compression: as for `plan_chunks`.
+        step: the step to save, which all ranks must have alike.
+        generation: its generation, in the same way.
 
     Raises:
-        CheckpointError: a rank could not capture its state, or the ranks' states do not fit
-            together; every rank raises.
+        CheckpointError: a rank could not capture its state, or the ranks' states, steps or
+            generations do not fit together; every rank raises.
     """
 
     def prepare() -> tuple[LiveState, Signature]:
@@ -170,14 +176,16 @@ def agree_on_save(
             cache.name_for(prepared[1]),
             document_digests(prepared[0].documents),
             failure,
+            [step, generation],
         ],
     )
+    _check_steps([stored for *_, stored in gathered])
     attempt = str(gathered[0][0])
-    known = {name for _, name, _, _ in gathered}
+    known = {name for _, name, *_ in gathered}
     if len(known) > 1 or None in known:
         cache.keep(None)
         cache.keep(_plan(attempt, live.tensors, signature, compression))
-    digests = [digests for _, _, digests, _ in gathered]
+    digests = [digests for _, _, digests, *_ in gathered]
     holders = last_holders(digests)
     return AgreedSave(
         attempt=attempt,
@@ -188,8 +196,19 @@ def agree_on_save(
             for name, content in live.documents.items()
             if holders[name, digests[rank()][name]] == rank()
         },
-        failures=tuple(failure for *_, failure in gathered),
+        failures=tuple(failure for *_, failure, _ in gathered),
     )
+
+
+def _check_steps(stored: Sequence[Json]) -> None:
+    """Check that all ranks save the same step and generation."""
+    first = stored[0]
+    for number, own in enumerate(stored):
+        if own != first:
+            raise CheckpointError(
+                f"rank {number} saves step {own[0]} of generation {own[1]}, and rank 0 step "
+                f"{first[0]} of generation {first[1]}; all ranks save one step together"
+            )
 
 
 def _with_provenance(live: LiveState) -> LiveState:

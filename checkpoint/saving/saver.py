@@ -87,8 +87,9 @@ class Saver:
 
         Raises:
             LayoutMismatch: the state cannot be stored; every rank raises.
-            CheckpointError: this Saver is closed. What fails later is in the handle, also a tensor
-                that another thread wrote to while it was copied (StateChanged).
+            CheckpointError: this Saver is closed, or the ranks give different steps. What fails
+                later is in the handle, also a tensor that another thread wrote to while it was
+                copied (StateChanged).
         """
         if self._is_closed:
             raise CheckpointError("this Saver is closed; make another one")
@@ -96,7 +97,12 @@ class Saver:
         self._background.start()
         failure = self.finish()
         agreed = agree_on_save(
-            lambda: capture(state, descriptions, config), failure, self._plans, compression
+            lambda: capture(state, descriptions, config),
+            failure,
+            self._plans,
+            compression,
+            step=step,
+            generation=generation,
         )
         self._last = None
         previous_error = told_failure(agreed.failures)

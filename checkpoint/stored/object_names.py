@@ -16,7 +16,7 @@ REMOVED = "removed.json"
 NEWEST = "newest.json"
 MODEL = "model"
 PACKS = "packs"
-_PARTS = "parts"
+PARTS = "parts"
 _MAX_NAME_NBYTES = 255
 _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
 _ATTEMPT_NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
@@ -86,7 +86,7 @@ def chunk_name(key: str, place: Sequence[int]) -> str:
 
 def part_name(writer: int) -> str:
     """Return the name of a writer's listing."""
-    return f"{_PARTS}/{writer:06d}.json"
+    return f"{PARTS}/{writer:06d}.json"
 
 
 def part_number(name: str) -> int | None:

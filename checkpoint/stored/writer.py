@@ -46,6 +46,7 @@ from keepstep.checkpoint.stored.object_names import (
     MANIFEST,
     MODEL,
     NEWEST,
+    PARTS,
     REMOVED,
     ROOT,
     Attempt,
@@ -176,7 +177,8 @@ def publish(
 
     Raises:
         CheckpointExists: this step of this generation is committed, with other content.
-        CheckpointError: a write failed, or the attempt was closed because it took too long.
+        CheckpointError: a write failed, the attempt was closed because it took too long, or the
+            storage lacks what another writer has written, elsewhere.
     """
     commit(
         storage,
@@ -237,7 +239,7 @@ def commit(
 
     Raises:
         CheckpointExists: this step of this generation is committed, with other content.
-        CheckpointError: a write failed, or the attempt was closed because it took too long.
+        CheckpointError: as for `publish`.
     """
     names = list(contents)
     _map_parallel(
@@ -247,6 +249,7 @@ def commit(
     manifest = manifest_of(attempt, parts, contents, required)
     path = f"{attempt.stored.directory}/{MANIFEST}"
     _check_not_closed(storage, attempt)
+    _check_written(storage, attempt, parts)
     storage.create(path, manifest.encode())
     try:
         # Garbage collection closes an attempt before it looks for its manifest once more: if it
@@ -312,6 +315,30 @@ def _check_not_closed(storage: Storage, attempt: Attempt) -> None:
             f"{attempt.directory} for so long that garbage collection gave it up; save again, and "
             "give `keepstep ckpt gc` a longer --grace"
         )
+
+
+def _check_written(storage: Storage, attempt: Attempt, parts: Sequence[StoredObject]) -> None:
+    """Check that all parts are where the manifest is going to name them.
+
+    A writer that was given another storage, such as a disk of its own, has written its part there.
+    That an object of this name is there is enough: no other attempt has it, and objects are visible
+    only when they are complete.
+    """
+    names = {part.name: f"{attempt.directory}/{part.name}" for part in parts}
+    listed = set(storage.names(f"{attempt.directory}/{PARTS}/"))
+    unlisted = [part for part, name in names.items() if name not in listed]
+    # A listing may be older than the object: what it lacks is looked for.
+    found = _map_parallel(lambda part: storage.exists(names[part]), unlisted)
+    lacking = [part for part, is_there in zip(unlisted, found, strict=True) if not is_there]
+    if not lacking:
+        return
+    _check_not_committed(storage, attempt.stored)
+    raise CheckpointError(
+        f"{storage.url}: step {attempt.stored.step} was not stored: {len(lacking)} of "
+        f"{len(names)} writers have written elsewhere, {lacking[0]} is not in {attempt.directory}; "
+        "save all ranks' parts to one storage that every node reaches, such as a shared file "
+        "system or an object store, under the same URL"
+    )
 
 
 def _check_not_committed(storage: Storage, step: StoredStep) -> None:

@@ -61,8 +61,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " checkpoint.shared_metadata checkpoint.stored"
         ),
         "checkpoint.collective_plan": (
-            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
-            " checkpoint.stored"
+            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
+            " checkpoint.live checkpoint.stored"
         ),
         "checkpoint.saving": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"

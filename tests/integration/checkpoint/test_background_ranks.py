@@ -119,6 +119,25 @@ def test_shards_that_form_no_grid_are_saved_as_they_were_at_the_call(tmp_path: P
     assert blocking.documents["values"] == source.documents["values"] == {"of": "rank 3"}
 
 
+def save_on_own_disks(rank: int, root: Path, pipe: Any) -> None:
+    state = {"x": torch.ones(700, 600)}
+    with pytest.raises(CheckpointError) as blocking:
+        checkpoint.save(f"{root}/disk-{rank}", state, step=1)
+    with checkpoint.Saver() as saver:
+        handle = saver.save(f"{root}/disk-{rank}", state, step=1)
+        with pytest.raises(CheckpointError) as background:
+            handle.wait(LIMIT_S)
+    pipe.send((str(blocking.value), str(background.value)))
+
+
+def test_parts_on_disks_of_each_rank_are_no_checkpoint(tmp_path: Path) -> None:
+    with ranks(save_on_own_disks, 2, tmp_path) as running:
+        for rank in range(2):
+            for told in running.receive(rank):
+                assert "1 of 2 writers have written elsewhere" in told
+    assert list_steps(f"{tmp_path}/disk-0") == list_steps(f"{tmp_path}/disk-1") == ()
+
+
 def fail_on_rank_1(rank: int, root: Path, pipe: Any) -> None:
     state = {"x": torch.full((700, 600), 1.0), "y": torch.ones(700, 600)}
     (root / "file").touch()

@@ -89,6 +89,9 @@ class DictStorage:
     def delete(self, name: str) -> None:
         self.objects.pop(name, None)
 
+    def names(self, prefix: str = "") -> Sequence[str]:
+        return sorted(name for name in self.objects if name.startswith(prefix))
+
     def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         return [name.split("/")[0] for name in self.objects if name.endswith(leaf)]
 

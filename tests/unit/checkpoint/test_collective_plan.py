@@ -16,7 +16,7 @@ from keepstep.checkpoint.collective_plan import (
     gather_chunks,
     signature_of,
 )
-from keepstep.checkpoint.errors import LayoutMismatch, RankFailed
+from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch, RankFailed
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.documents import document_digests
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
@@ -98,6 +98,24 @@ def test_data_type_that_cannot_be_stored_is_refused_before_ranks_plan() -> None:
         signature_of([describe("a", tensor)])
 
 
+@pytest.mark.parametrize("different", ["step", "generation"])
+def test_ranks_that_save_different_steps_all_raise_before_anything_is_planned(
+    monkeypatch: pytest.MonkeyPatch, different: str
+) -> None:
+    def agree(rank: int) -> object:
+        numbers = {"step": 7, "generation": 1}
+        numbers[different] += rank
+        return agree_on_save(lambda: shard(rank), None, PlanCache(), **numbers)
+
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    monkeypatch.delattr(collective_plan, "_plan")
+    numbers = "8 of generation 1" if different == "step" else "7 of generation 2"
+    for result in ranks.run(agree):
+        assert isinstance(result, CheckpointError)
+        assert f"rank 1 saves step {numbers}, and rank 0 step 7 of generation 1" in str(result)
+
+
 def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [{"values": value} for value in (1, 2, 1)]
     cache = PlanCache()
@@ -106,7 +124,7 @@ def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.Monk
     def gather(prepare: Callable[[], Any], tell: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
         prepared = prepare()
         own = tell(prepared)
-        gathered = [[*own[:2], document_digests(documents), None] for documents in held]
+        gathered = [[*own[:2], document_digests(documents), *own[3:]] for documents in held]
         gathered[collective_plan.rank()] = own
         return prepared, gathered
 

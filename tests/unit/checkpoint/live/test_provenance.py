@@ -54,7 +54,7 @@ def test_rank_0_alone_says_where_a_state_comes_from(monkeypatch: pytest.MonkeyPa
         """Say that the other rank has no documents."""
         prepared = prepare()
         own = tell(prepared)
-        other = [*own[:2], {}, own[3]]
+        other = [*own[:2], {}, *own[3:]]
         return prepared, [own, other] if collective_plan.rank() == 0 else [other, own]
 
     monkeypatch.setattr(collective_plan, "on_all_ranks_gathering", gather)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 import pytest
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.object_names import MANIFEST, REMOVED, Attempt, StoredStep
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import (
+    MANIFEST,
+    REMOVED,
+    Attempt,
+    StoredStep,
+    part_name,
+)
 from keepstep.checkpoint.stored.objects import ObjectStorage
 from keepstep.checkpoint.stored.pruning import Note
 from keepstep.checkpoint.stored.steps import list_steps
@@ -23,8 +31,8 @@ def storage() -> Storage:
     return open_storage(f"memory://{uuid.uuid4().hex}")
 
 
-def committed(storage: Storage) -> bool:
-    commit(storage, ATTEMPT, (), {"zarr.json": b"{}"}, ())
+def committed(storage: Storage, parts: Sequence[StoredObject] = ()) -> bool:
+    commit(storage, ATTEMPT, parts, {"zarr.json": b"{}"}, ())
     return storage.exists(f"{ATTEMPT.stored.directory}/{MANIFEST}")
 
 
@@ -42,6 +50,28 @@ def test_closed_attempt_is_not_committed(storage: Storage) -> None:
     with pytest.raises(CheckpointError, match="garbage collection gave it up"):
         committed(storage)
     assert not storage.exists(f"{ATTEMPT.stored.directory}/{MANIFEST}")
+
+
+PARTS = [StoredObject(part_name(number), 2, 7) for number in (0, 1)]
+
+
+def test_attempt_is_not_committed_where_a_part_was_written_elsewhere(storage: Storage) -> None:
+    """A writer was given a disk of its own, or another step."""
+    storage.write(f"{ATTEMPT.directory}/{PARTS[0].name}", [b"{}"])
+    another = Attempt(StoredStep(5, 1), ATTEMPT.name)
+    storage.write(f"{another.directory}/{PARTS[1].name}", [b"{}"])
+    with pytest.raises(CheckpointError, match=r"1 of 2 writers .* parts/000001.json is not in"):
+        committed(storage, PARTS)
+    assert not list_steps(storage.url)
+
+
+def test_attempt_with_a_part_that_is_there_and_not_listed_yet_is_committed(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in PARTS:
+        storage.write(f"{ATTEMPT.directory}/{part.name}", [b"{}"])
+    monkeypatch.setattr(ObjectStorage, "names", lambda self, prefix: ())
+    assert committed(storage, PARTS)
 
 
 def test_attempt_that_is_closed_while_it_is_committed_is_not_left_committed(
