@@ -36,6 +36,7 @@ from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Recognized
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.layout.documents import VALUES
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
@@ -48,7 +49,6 @@ from keepstep.checkpoint.shared_foreign import find_foreign_together, open_forei
 from keepstep.checkpoint.shared_metadata import open_together
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.state_mapping import (
-    VALUES,
     StateMapping,
     capture,
     fill_values,
@@ -133,6 +133,7 @@ def save(
             tensors, JSON values and mappings of these, by name. The module's tensors are stored as
             `model/<name>` and its optimizers' as `optim/<name>/<slot>`. Names are those of the bare
             module, also if it is wrapped by DDP, FSDP1, `torch.compile` or a checkpoint wrapper.
+            All ranks' values are stored; of values of one name that differ, the last rank's.
         step: number of completed steps, the same on all ranks.
         generation: distinguishes attempts at one step; `load` takes the greatest. The same on all
             ranks.

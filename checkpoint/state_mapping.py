@@ -18,7 +18,7 @@ from keepstep.checkpoint.layout.descriptions import (
     Descriptions,
     describing_documents,
 )
-from keepstep.checkpoint.layout.documents import CONFIG
+from keepstep.checkpoint.layout.documents import CONFIG, VALUES
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.optimizer_options import is_json
@@ -31,9 +31,6 @@ from keepstep.checkpoint.live.tensors import (
     is_one_of_several,
     specs_of,
 )
-
-VALUES = "values"
-"""The document that holds the state's JSON values, by name."""
 
 StateMapping = Mapping[str, object]
 
@@ -75,6 +72,8 @@ def capture(
     tensors: list[LiveTensor] = []
     values: dict[str, Json] = {}
     _walk(state, "", FusedTensors(descriptions), tensors, values)
+    for tensor in tensors:
+        _check_free(tensor.key, values)
     documents: dict[str, Json] = {}
     for model, optimizers in modules:
         captured = LiveStateReader(model, optimizers, descriptions).capture(beside=tensors)
@@ -100,6 +99,12 @@ def fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = "
             state[name] = values[key]
 
 
+def _check_free(key: str, values: Mapping[str, Json]) -> None:
+    """Refuse a key that is a value's already: `{"a": {"b": 1}, "a/b": 2}` has `a/b` twice."""
+    if key in values:
+        raise LayoutMismatch(f"{key} is in the state twice; rename one of the two")
+
+
 def _walk(
     state: StateMapping,
     prefix: str,
@@ -116,6 +121,7 @@ def _walk(
         elif isinstance(value, Mapping):
             _walk(value, f"{key}/", fused, tensors, values)
         elif is_json(value):
+            _check_free(key, values)
             values[key] = value
         elif prefix or not isinstance(value, nn.Module | Optimizer):
             raise LayoutMismatch(

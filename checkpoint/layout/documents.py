@@ -21,6 +21,8 @@ AVERAGES = "averages"
 SCALES = "scales"
 PROVENANCE = "provenance"
 CONFIG = "config"
+VALUES = "values"
+"""The document that holds the JSON values that a caller gave, by name."""
 
 _BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES})
 """Documents with an entry for each tensor that they are about: ranks have different ones."""
@@ -32,14 +34,15 @@ OF_OWN_TENSORS = _BY_TENSOR | {GROUPS}
 def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     """Return the documents of all ranks, in their order, as one mapping.
 
-    Pipeline stages have different parameters, and each rank knows those of its own stage only. Of
-    other documents the last rank's count, of the provenance the first's.
+    Pipeline stages have different parameters, and each rank knows those of its own stage only; a
+    rank may also give values that others do not give. Of values of one name, and of other
+    documents, the last rank's count, of the provenance the first's.
     """
     merged: dict[str, Json] = {}
     grouped: set[str] = set()
     for documents in documents_of_ranks:
         for name, content in documents.items():
-            if name in _BY_TENSOR:
+            if name in _BY_TENSOR or name == VALUES:
                 merged[name] = {**merged.get(name, {}), **content}
             elif name == GROUPS:
                 added = [group for group in content if not grouped.issuperset(group["parameters"])]

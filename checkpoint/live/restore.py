@@ -21,7 +21,7 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.documents import MASTERS, PARTS, TIED
+from keepstep.checkpoint.layout.documents import MASTERS, PARTS, TIED, VALUES
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
@@ -297,8 +297,8 @@ def plan_fills(
     Args:
         state: the state to fill, from `LiveStateReader.capture` after `allocate`.
         source: the state to read.
-        strict: refuse a source that lacks tensors, or that is known to have tensors of the model
-            which the model lacks; otherwise fill the tensors that both have.
+        strict: refuse a source that lacks tensors or values, or that is known to have tensors of
+            the model which the model lacks; otherwise fill the tensors that both have.
         convert: convert tensors whose data type in the source is another; not those whose elements
             are two values, such as `torch.float4_e2m1fn_x2`.
         keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
@@ -321,6 +321,12 @@ def plan_fills(
     ]
     if strict:
         problems += [f"{key}: missing in the source" for key in by_key if origins[key] is None]
+        values = source.documents.get(VALUES, {})
+        problems += [
+            f"{name}: a value that is missing in the source"
+            for name in state.documents.get(VALUES, {})
+            if name not in values
+        ]
         problems += [
             f"{key}: in the source, but not in the model"
             for key in source.known_keys()
@@ -334,7 +340,7 @@ def plan_fills(
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
-            "Pass strict=False to fill only the tensors that both have, convert=True to convert "
+            "Pass strict=False to fill only what both have, convert=True to convert "
             "data types, but for float4_e2m1fn_x2. Shapes must agree, except for the padding of "
             "tensors whose logical shape is the same, see Descriptions(padding=...), and for "
             "parameters named in resize=[...]"

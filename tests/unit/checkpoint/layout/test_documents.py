@@ -11,6 +11,7 @@ from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import (
     SCALARS,
     TIED,
+    VALUES,
     document_digests,
     last_holders,
     merged_documents,
@@ -21,8 +22,8 @@ merged_by_entry = st.dictionaries(st.sampled_from("ab"), contents, max_size=2)
 documents_of_rank = st.fixed_dictionaries(
     {},
     optional={
-        "values": contents,
         "data": contents,
+        VALUES: merged_by_entry,
         SCALARS: merged_by_entry,
         TIED: merged_by_entry,
     },
@@ -48,3 +49,14 @@ def test_documents_that_differ_have_other_digests() -> None:
     digests = document_digests({"a": [1], "b": [1], "c": [True], "d": None})
     assert digests["a"] == digests["b"]
     assert len(set(digests.values())) == 3
+
+
+def test_values_that_only_some_ranks_give_are_kept_and_of_one_name_the_last_counts() -> None:
+    of_ranks: list[dict[str, Json]] = [
+        {VALUES: {"epoch": 7, "loss": 0.5}},
+        {VALUES: {"loss": 0.25, "rank 1/position": 40}},
+        {VALUES: {}},
+    ]
+    merged = merged_documents(of_ranks)
+    assert merged == {VALUES: {"epoch": 7, "loss": 0.25, "rank 1/position": 40}}
+    assert of_ranks[0] == {VALUES: {"epoch": 7, "loss": 0.5}}
