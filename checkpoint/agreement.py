@@ -6,6 +6,7 @@ Every rank must make the same calls in the same order, as for `keepstep.checkpoi
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from keepstep.checkpoint.collective import (
     all_gather_json,
     are_so_on_any_rank,
     broadcast_bytes,
-    exchange_numbers,
+    broadcast_head,
+    exchange_heads,
     on_group_device,
     rank,
     world_size,
@@ -34,12 +36,13 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.steps import list_steps, newest
+from keepstep.checkpoint.stored.steps import list_steps
 
 log = logging.getLogger("keepstep")
 
 Result = TypeVar("Result")
 
+_LENGTH_NBYTES = 8
 
 _ERRORS = {
     error.__name__: error
@@ -93,21 +96,16 @@ def agreed_steps(url: str) -> tuple[StoredStep, ...]:
     return tuple(StoredStep(step, generation) for step, generation in listed)
 
 
-def newest_first(url: str) -> Iterator[StoredStep]:
-    """Yield the committed checkpoints at a URL, newest first, as rank 0 sees them.
+def older_steps(url: str, than: StoredStep) -> Iterator[StoredStep]:
+    """Yield the committed checkpoints before this one, newest first, as rank 0 sees them.
 
-    The older ones are listed only when one after the newest is asked for: the list grows with what
-    is stored. All ranks must ask for as many.
+    They are listed when the first one is asked for: the list grows with what is stored. All ranks
+    must ask for as many.
     """
-    found = on_all_ranks(lambda: newest(url) if rank() == 0 else None)
-    first = all_gather_json([found.step, found.generation] if found is not None else None)[0]
-    if first is None:
-        return
-    yield (chosen := StoredStep(*first))
     yield from (
         stored
         for stored in agreed_steps(url)
-        if (stored.step, stored.generation) < (chosen.step, chosen.generation)
+        if (stored.step, stored.generation) < (than.step, than.generation)
     )
 
 
@@ -169,7 +167,8 @@ def on_all_ranks_telling(
 def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     """Return on all ranks what a function returns on rank 0, where alone it is called.
 
-    What is done with it may fail on one rank: that belongs into `on_all_ranks`.
+    What is done with it may fail on one rank: that belongs into `on_all_ranks`. Short results take
+    one collective.
 
     Raises:
         CheckpointError: it failed there. What is wrong with the checkpoint has the same class on
@@ -179,34 +178,40 @@ def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     told: Json = None
     if own.error is not None:
         told = [type(own.error).__name__, str(own.error)]
-    failure, sizes = all_gather_json(
-        [told, [len(data) for data in own.get()] if told is None else []]
-    )[0]
+    contents = own.get() if told is None else ()
+    index = json.dumps([told, [len(data) for data in contents]]).encode()
+    message = b"".join([len(index).to_bytes(_LENGTH_NBYTES, "little"), index, *contents])
+    nbytes, head = broadcast_head(message)
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.from_numpy(np.frombuffer(message, np.uint8).copy())
+        if rank() != 0:
+            whole = torch.empty(nbytes, dtype=torch.uint8)
+        rest = whole[len(head) :]
+        return whole, on_group_device(rest)
+
+    received = head
+    if len(head) < nbytes:
+        whole, on_device = on_all_ranks(prepare)
+        broadcast_bytes(whole[len(head) :], on_device)
+        received = whole.numpy().data
+        received[: len(head)] = head
+    begin = _LENGTH_NBYTES + int.from_bytes(received[:_LENGTH_NBYTES], "little")
+    failure, sizes = json.loads(bytes(received[_LENGTH_NBYTES:begin]))
     if failure is not None:
         if own.error is not None:
             raise own.error
         kind, text = failure
         raise _ERRORS[kind](text) if kind in _ERRORS else RankFailed(f"rank 0: {text}")
-
-    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        content = (
-            torch.from_numpy(np.frombuffer(b"".join(own.get()), np.uint8).copy())
-            if rank() == 0
-            else torch.empty(sum(sizes), dtype=torch.uint8)
-        )
-        return content, on_group_device(content)
-
-    content, on_device = on_all_ranks(prepare)
-    broadcast_bytes(content, on_device)
-    ends = itertools.accumulate(sizes)
-    data = content.numpy().data
-    return [data[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+    ends = itertools.accumulate(sizes, initial=begin)
+    return [received[start : start + n] for start, n in zip(ends, sizes, strict=False)]
 
 
 def exchange(messages: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     """Send message i to rank i, and return the messages that all ranks sent to this one.
 
-    What is done with them may fail on one rank: that belongs into `on_all_ranks`.
+    What is done with them may fail on one rank: that belongs into `on_all_ranks`. Short messages
+    take one collective.
 
     Args:
         messages: returns this rank's messages.
@@ -218,10 +223,12 @@ def exchange(messages: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     own = _Outcome.of(messages)
     none = [b""] * world_size()
     outgoing = none if own.error is not None else own.get()
-    rows = exchange_numbers([[len(data), own.error is not None] for data in outgoing])
-    if any(has_failed for _, has_failed in rows):
+    heads = exchange_heads(outgoing, has_failed=own.error is not None)
+    if heads.has_failed:
         _on_all_ranks_for(own)
-    received_nbytes = [nbytes for nbytes, _ in rows]
+    if heads.contents is not None:
+        return heads.contents
+    received_nbytes = heads.nbytes
     byte_exchange = ByteExchange()
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:

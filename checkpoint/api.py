@@ -14,17 +14,22 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self, TypeVar, overload
+from typing import Literal, NoReturn, Protocol, Self, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
-    agreed_steps,
     load_newest_intact,
-    newest_first,
+    older_steps,
     on_all_ranks,
     on_all_ranks_gathering,
+    on_all_ranks_telling,
 )
 from keepstep.checkpoint.collective import all_gather_json, rank
-from keepstep.checkpoint.collective_plan import agree_on_save, boxes_reader, merge_documents
+from keepstep.checkpoint.collective_plan import (
+    agree_on_save,
+    boxes_reader,
+    merge_reports,
+    report_parts,
+)
 from keepstep.checkpoint.conversion.opened import Opened, without_wrapper_names
 from keepstep.checkpoint.conversion.request import configuration
 from keepstep.checkpoint.conversion.respelling import Respelled
@@ -46,7 +51,7 @@ from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
 from keepstep.checkpoint.saving.saver import Saver, told_failure
 from keepstep.checkpoint.shared_foreign import find_foreign_together, open_foreign_together
-from keepstep.checkpoint.shared_metadata import open_together
+from keepstep.checkpoint.shared_metadata import find_together, open_together
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.state_mapping import (
     StateMapping,
@@ -55,10 +60,10 @@ from keepstep.checkpoint.state_mapping import (
     modules_of,
 )
 from keepstep.checkpoint.stored.chunking import Compression
-from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.steps import missing
+from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 from keepstep.checkpoint.stored.writer import publish, write_part
 
@@ -67,6 +72,11 @@ log = logging.getLogger("keepstep")
 
 class _Named(Source, Protocol):
     """A checkpoint whose tensors may have names of wrappers."""
+
+    @property
+    def may_be_renamed(self) -> bool:
+        """Whether `named_for` may change anything, or depend on the parameters' names."""
+        ...
 
     def named_for(self, parameters: Collection[str]) -> Self:
         """Return it with its tensors named as those of a model with these parameters."""
@@ -163,36 +173,32 @@ def save(
         )
     saver = PROCESS_SAVER.current
     failure = None if saver is None else saver.finish()
-    storage, stored = on_all_ranks(lambda: (open_storage(url), StoredStep(step, generation)))
+    opened: list[tuple[Storage, StoredStep]] = []
+
+    def prepare() -> LiveState:
+        opened.append((open_storage(url), StoredStep(step, generation)))
+        return capture(state, descriptions, config)
+
     agreed = agree_on_save(
-        lambda: capture(state, descriptions, config),
-        failure,
-        PROCESS_SAVER.plans,
-        compression,
-        step=step,
-        generation=generation,
+        prepare, failure, PROCESS_SAVER.plans, compression, step=step, generation=generation
     )
+    ((storage, stored),) = opened
     told_failure(agreed.failures)
     if saver is not None:
         saver.forget_failure()
     attempt = Attempt(stored, agreed.attempt)
     plan = agreed.plan
     read_box = boxes_reader(plan, agreed.live.tensors)
-    _, gathered_parts = on_all_ranks_gathering(
+    reports = report_parts(
         lambda: write_part(storage, attempt, plan.own.plan, [0], read_box, name=rank()),
-        StoredObject.to_json,
+        agreed.documents,
     )
-    written = [StoredObject.from_json(part) for part in gathered_parts]
-    documents = merge_documents(agreed.documents)
-    on_all_ranks(
-        lambda: (
-            publish(
-                storage, attempt, written, plan.tensors.tensors, plan.tensors.writers, documents
-            )
-            if rank() == 0
-            else None
-        )
-    )
+
+    def publish_parts() -> None:
+        parts, documents = merge_reports(reports)
+        publish(storage, attempt, parts, plan.tensors.tensors, plan.tensors.writers, documents)
+
+    on_all_ranks(lambda: publish_parts() if rank() == 0 else None)
     return None
 
 
@@ -297,35 +303,38 @@ def load_state(
 
     if named := format_before(url):
         return load_foreign(named)
-    listed = newest_first(url) if step is None else iter(agreed_steps(url))
-    newest = next(listed, None)
-    if newest is None and (found := find_foreign_together(url, step)):
-        return load_foreign(NamedForeign(url, None), found)
-    all_steps = itertools.chain(() if newest is None else [newest], listed)
-    candidates = (stored for stored in all_steps if step in (None, stored.step))
-    first = next(candidates, None)
+    found = find_together(url, step)
+    if found is None:
+        if foreign := find_foreign_together(url, step):
+            return load_foreign(NamedForeign(url, None), foreign)
+        on_all_ranks(lambda: _raise(missing(url, step)))
+    assert found is not None, "all ranks have raised"
 
-    def load_one(step: int | None, generation: int | None) -> LoadedState:
-        return _load_stored(open_together(url, step, generation), url, state, options)
+    def load_one(stored: StoredStep) -> LoadedState:
+        if stored == found.stored:
+            return _load_stored(found.open, url, state, options)
+        opened = open_together(url, stored.step, stored.generation)
+        return _load_stored(lambda: opened, url, state, options)
 
-    if first is None:
-        return load_one(step, None)
-    tried = itertools.chain([first], candidates if fallback else ())
-    return load_newest_intact(url, tried, lambda s: load_one(s.step, s.generation)).result
+    older = (s for s in older_steps(url, found.stored) if step in (None, s.step))
+    tried = itertools.chain([found.stored], older if fallback else ())
+    return load_newest_intact(url, tried, load_one).result
 
 
 def _load_stored(
-    opened: StoredCheckpoint, url: str, state: StateMapping, options: LoadOptions
+    open_source: Callable[[], StoredCheckpoint],
+    url: str,
+    state: StateMapping,
+    options: LoadOptions,
 ) -> LoadedState:
     """Fill a state from a checkpoint of keepstep's, of which each byte is read by one rank."""
-    named = Opened(opened, "keepstep")
     if options.rules is not None:
-        return _load_by_each(named, url, state, options)
+        return _load_by_each(Opened(on_all_ranks(open_source), "keepstep"), url, state, options)
 
     def fill_tensors(source: StoredCheckpoint, live: LiveState, others: set[str]) -> RestoreTraffic:
         return fill_together(lambda: _planned(live, source, others, options), source)
 
-    return _fill_state(opened, named.format_name, url, state, options.descriptions, fill_tensors)
+    return _fill_state(open_source, "keepstep", url, state, options.descriptions, fill_tensors)
 
 
 def _load_by_each(
@@ -346,7 +355,9 @@ def _load_by_each(
         on_all_ranks(lambda: fill(_planned(live, source, others, options), source))
         return f"from {opened.format_name}"
 
-    loaded = _fill_state(source, opened.format_name, url, state, options.descriptions, fill_tensors)
+    loaded = _fill_state(
+        lambda: source, opened.format_name, url, state, options.descriptions, fill_tensors
+    )
     if rank() == 0:
         for left in opened.left_out:
             log.warning("%s: left out %s: %s", url, left.name, left.reason)
@@ -388,17 +399,17 @@ def _planned(
 
 
 def _fill_state(
-    opened: _Opened,
+    open_source: Callable[[], _Opened],
     format_name: str,
     url: str,
     state: StateMapping,
     descriptions: Descriptions,
     fill_tensors: Callable[[_Opened, LiveState, set[str]], RestoreTraffic | str],
 ) -> LoadedState:
-    """Fill a state from a checkpoint that all ranks have opened.
+    """Fill a state from a checkpoint that all ranks open alike.
 
     Args:
-        opened: the checkpoint.
+        open_source: opens the checkpoint.
         format_name: its format, in words.
         url: where it is, for the log.
         state: as for `load`.
@@ -406,10 +417,9 @@ def _fill_state(
         fill_tensors: fills live tensors, given the keys of other ranks' tensors; returns what rank
             0 logs of it.
     """
-    names = _names_of_all_ranks(state)
     with ExitStack() as undo_allocations:
 
-        def prepare() -> tuple[_Opened, LiveState]:
+        def prepare(opened: _Opened, names: Collection[str]) -> tuple[_Opened, LiveState]:
             source = opened
             for model, optimizers in modules_of(state):
                 source = source.named_for(names)
@@ -417,8 +427,21 @@ def _fill_state(
                 undo_allocations.callback(undo)
             return source, capture(state, descriptions)
 
-        source, live = on_all_ranks(prepare)
-        told = fill_tensors(source, live, _keys_of_other_ranks(source, live))
+        def begin() -> tuple[_Opened, LiveState | None]:
+            opened = open_source()
+            # Only where a name may be a wrapper's do those of other ranks' models matter.
+            return (opened, None) if opened.may_be_renamed else prepare(opened, ())
+
+        (source, begun), lacks_tensors = on_all_ranks_telling(begin, _lacks_tensors)
+        if begun is None:
+            names = _names_of_all_ranks(state)
+            (source, live), lacks_tensors = on_all_ranks_telling(
+                lambda: prepare(source, names), _lacks_tensors
+            )
+        else:
+            live = begun
+        others = _keys_of_all_ranks(live) if lacks_tensors else set()
+        told = fill_tensors(source, live, others)
 
         def fill_rest() -> None:
             for model, optimizers in modules_of(state):
@@ -446,10 +469,17 @@ def _names_of_all_ranks(state: StateMapping) -> set[str]:
     return {name for names_of_rank in all_gather_json(own_names) for name in names_of_rank}
 
 
-def _keys_of_other_ranks(source: Source, live: LiveState) -> set[str]:
-    """Return the keys of all ranks' tensors if one rank lacks some, as a pipeline stage does."""
+def _lacks_tensors(prepared: tuple[Source, LiveState | None]) -> bool:
+    """Return whether this rank lacks tensors of the model, as a pipeline stage does."""
+    source, live = prepared
+    own_keys = {tensor.key for tensor in live.tensors} if live is not None else set()
+    return any(key not in own_keys for key in source.tensors if key.startswith("model/"))
+
+
+def _keys_of_all_ranks(live: LiveState) -> set[str]:
     own_keys = {tensor.key for tensor in live.tensors}
-    lacks_tensors = any(key not in own_keys for key in source.tensors if key.startswith("model/"))
-    if not any(all_gather_json(lacks_tensors)):
-        return set()
     return {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

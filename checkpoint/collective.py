@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,14 @@ Bytes = npt.NDArray[np.uint8]
 _LENGTH_NBYTES = 8
 _INLINE_NBYTES = 1024
 """What of a message goes with its length. A collective costs more than these bytes."""
+
+_HEADS_NBYTES = 64 * 2**10
+"""What goes with the lengths of a rank's messages to all ranks, of all of them together."""
+
+_BROADCAST_HEAD_NBYTES = 256 * 2**10
+"""What of rank 0's message to all ranks goes with its length."""
+
+_NUMBER = np.dtype("<i8")
 
 
 def rank() -> int:
@@ -70,6 +79,70 @@ def are_so_on_any_rank(flags: Sequence[bool]) -> list[bool]:
     counts = torch.tensor([int(flag) for flag in flags], device=_device())
     dist.all_reduce(counts)
     return [count > 0 for count in counts.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What all ranks have sent to this one in one collective, in order of ranks.
+
+    `contents` are the messages; None, on all ranks alike, if one of any rank's was too long.
+    `nbytes` are their lengths. `has_failed` is whether it is so on any rank.
+    """
+
+    contents: list[memoryview] | None
+    nbytes: list[int]
+    has_failed: bool
+
+
+def exchange_heads(messages: Sequence[bytes], *, has_failed: bool) -> Heads:
+    """Send message i to rank i with its length, if all messages of all ranks are short.
+
+    Args:
+        messages: one for each rank.
+        has_failed: told to all ranks.
+    """
+    nbytes = [len(message) for message in messages]
+    if not _is_collective():
+        return Heads([memoryview(messages[0])], nbytes, has_failed)
+    room = _HEADS_NBYTES // len(messages)
+    numbers_nbytes = 3 * _NUMBER.itemsize
+    rows = np.zeros((len(messages), numbers_nbytes + room), np.uint8)
+    rows[:, :numbers_nbytes].view(_NUMBER)[:] = [[n, max(nbytes), has_failed] for n in nbytes]
+    if max(nbytes) <= room:
+        for row, message in zip(rows[:, numbers_nbytes:], messages, strict=True):
+            row[: len(message)] = np.frombuffer(message, np.uint8)
+    sent = torch.from_numpy(rows).to(_device())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    got = received.cpu().numpy()
+    numbers = got[:, :numbers_nbytes].view(_NUMBER).tolist()
+    contents = None
+    if max(longest for _, longest, _ in numbers) <= room:
+        contents = [
+            row[:count].data
+            for row, (count, *_) in zip(got[:, numbers_nbytes:], numbers, strict=True)
+        ]
+    return Heads(contents, [row[0] for row in numbers], any(row[2] for row in numbers))
+
+
+def broadcast_head(message: bytes) -> tuple[int, memoryview]:
+    """Send the beginning of rank 0's message to all ranks; return its length, and the beginning.
+
+    Args:
+        message: on rank 0, the message; anything on the others.
+    """
+    if not _is_collective():
+        return len(message), memoryview(message)
+    buffer = np.zeros(_NUMBER.itemsize + _BROADCAST_HEAD_NBYTES, np.uint8)
+    if rank() == 0:
+        head = message[:_BROADCAST_HEAD_NBYTES]
+        buffer[: _NUMBER.itemsize].view(_NUMBER)[0] = len(message)
+        buffer[_NUMBER.itemsize :][: len(head)] = np.frombuffer(head, np.uint8)
+    on_device = torch.from_numpy(buffer).to(_device())
+    dist.broadcast(on_device, src=0)
+    got = on_device.cpu().numpy()
+    nbytes = int(got[: _NUMBER.itemsize].view(_NUMBER)[0])
+    return nbytes, got[_NUMBER.itemsize :][:nbytes].data
 
 
 def on_group_device(content: torch.Tensor) -> torch.Tensor:

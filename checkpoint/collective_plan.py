@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +42,7 @@ from keepstep.checkpoint.stored.chunking import (
     check_compression,
     check_storable,
 )
+from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
@@ -247,16 +248,24 @@ def boxes_reader(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> ReadBox:
     return read_box
 
 
-def merge_documents(documents: Mapping[str, Json]) -> dict[str, Json]:
-    """Return all ranks' documents, merged, on rank 0; nothing on the others.
+def report_parts(
+    write: Callable[[], StoredObject], documents: Mapping[str, Json]
+) -> Sequence[memoryview]:
+    """Write all ranks' parts; return the reports of them on rank 0, in order of ranks.
 
     Args:
+        write: writes this rank's part. If it fails on one rank, all raise.
         documents: `AgreedSave.documents`.
     """
-    received = _exchange_json(lambda: {0: documents})
-    return on_all_ranks(
-        lambda: merged_documents(_decode(received[holder]) for holder in sorted(received))
-    )
+    reports = _exchange_json(lambda: {0: [write().to_json(), documents]})
+    return [reports[holder] for holder in sorted(reports)]
+
+
+def merge_reports(reports: Iterable[memoryview]) -> tuple[list[StoredObject], dict[str, Json]]:
+    """Return the entries of all parts, and all ranks' documents merged."""
+    decoded = [_decode(report) for report in reports]
+    parts = [StoredObject.from_json(part) for part, _ in decoded]
+    return parts, merged_documents(documents for _, documents in decoded)
 
 
 def _plan(
@@ -284,7 +293,7 @@ def _plan(
 
     answers = _exchange_json(plan_own_share)
 
-    def merge() -> tuple[WriterPlan, TensorPlan]:
+    def merge() -> tuple[WriterPlan, TensorPlan, _Pieces]:
         shares = [_decode(answer) for answer in answers.values()]
         own = merged_writer_plan(
             WriterPlan.from_json(plan) for plan, _ in shares if plan is not None
@@ -294,28 +303,26 @@ def _plan(
         )
         # Each planner has seen its own tensors only.
         check_storable(tensors.tensors)
-        return own, tensors
+        return own, tensors, _wanted_by_round(own)
 
-    own, tensors = on_all_ranks(merge)
-    return SharedPlan(
-        name=name, signature=signature, own=own, tensors=tensors, rounds=_agree_on_rounds(own)
-    )
+    (own, tensors, wanted), counts = on_all_ranks_gathering(merge, lambda merged: len(merged[2]))
+    rounds = _agree_on_rounds(wanted, max(counts))
+    return SharedPlan(name=name, signature=signature, own=own, tensors=tensors, rounds=rounds)
 
 
 _Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
 """For each round, the pieces that a rank wants, by the rank that holds them."""
 
 
-def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[Round, ...], ...]:
+def _agree_on_rounds(wanted: _Pieces, count: int) -> tuple[tuple[Round, ...], ...]:
     """Ask all ranks for the pieces that this one lacks; return the rounds of the exchange.
 
-    Each round has an entry for every rank. All ranks have the same number of rounds.
+    Each round has an entry for every rank. All ranks have the same number of rounds, `count`.
     """
-    wanted, counts = on_all_ranks_gathering(lambda: _wanted_by_round(own), len)
-    if max(counts) == 0:
+    if count == 0:
         return ()
     requests = _exchange_json(lambda: _requests_of(wanted))
-    return on_all_ranks(lambda: _rounds(wanted, requests, max(counts)))
+    return on_all_ranks(lambda: _rounds(wanted, requests, count))
 
 
 def _wanted_by_round(own: WriterPlan) -> _Pieces:

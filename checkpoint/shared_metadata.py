@@ -1,8 +1,9 @@
 """Opens a stored checkpoint on all ranks, with as many requests as one rank would make.
 
-Rank 0 reads the manifest and what says which tensors there are; it hands on the bytes. A listing is
-read by one rank, which follows from its number, and handed on to those that need it. Whoever gets
-bytes checks them against the manifest, as if it had read them.
+Rank 0 reads the manifest, what says which tensors there are, and the listings if they are small; it
+hands on the bytes. A listing of a large checkpoint is read by one rank, which follows from its
+number, and handed on to those that need it. Whoever gets bytes checks them against the manifest, as
+if it had read them.
 
 Every rank must make the same calls in the same order, as for `keepstep.checkpoint.collective`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from keepstep.checkpoint.agreement import (
     exchange,
@@ -20,12 +22,17 @@ from keepstep.checkpoint.agreement import (
     on_all_ranks_telling,
 )
 from keepstep.checkpoint.collective import world_size
+from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.stored.metadata import StoredMetadata
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps, missing, newest
 
 _PARALLEL_READS = 8
+
+_LISTINGS_NBYTES = 2**20
+"""All ranks get all listings at once if these have so many bytes at most: it saves messages."""
 
 
 def open_together(
@@ -43,24 +50,96 @@ def open_together(
     """
     if world_size() == 1:
         return StoredCheckpoint.open(url, step, generation)
+    told = from_rank_0(lambda: _encode(_read(url, step, generation)))
+    return on_all_ranks(lambda: StoredCheckpoint.of(url, _decode(told)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundCheckpoint:
+    """A checkpoint that rank 0 has found; all ranks have its metadata, or know of its damage."""
+
+    url: str
+    stored: StoredStep
+    told: Sequence[memoryview] = ()
+    damage: str | None = None
+
+    def open(self) -> StoredCheckpoint:
+        """Return the checkpoint. What fails on one rank belongs into `on_all_ranks`.
+
+        Raises:
+            CheckpointDamaged: its metadata is not what was written.
+            CheckpointTooNew: it has a newer format than this release reads.
+        """
+        if self.damage is not None:
+            raise CheckpointDamaged(self.damage)
+        if not self.told:
+            return StoredCheckpoint.open(self.url, self.stored.step, self.stored.generation)
+        return StoredCheckpoint.of(self.url, _decode(self.told))
+
+
+def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
+    """Find the newest checkpoint on rank 0, and hand on its metadata at once.
+
+    So all ranks load the same one even if a new one appears now.
+
+    Args:
+        url: the URL that may have checkpoints.
+        step: only checkpoints of this step; None for any.
+
+    Returns:
+        The checkpoint; None if there is none at all.
+
+    Raises:
+        CheckpointMissing: there are checkpoints, but none of this step.
+        CheckpointError: rank 0 could not look or read, but for damage; on all ranks.
+    """
+
+    def find() -> StoredStep | None:
+        if step is None:
+            return newest(url)
+        steps = list_steps(url)
+        if steps and all(stored.step != step for stored in steps):
+            raise missing(url, step)
+        return next((stored for stored in steps if stored.step == step), None)
 
     def read() -> list[bytes]:
-        metadata = StoredMetadata.read(url, step, generation, has_chunks=True)
-        stored, names = metadata.stored, list(metadata.objects)
-        head = json.dumps([stored.step, stored.generation, names]).encode()
-        return [head, metadata.manifest, *(metadata.objects[name] for name in names)]
+        stored = find()
+        if stored is None:
+            return []
+        name = json.dumps([stored.step, stored.generation]).encode()
+        if world_size() == 1:
+            return [name]
+        try:
+            return [name, *_encode(_read(url, stored.step, stored.generation))]
+        except CheckpointDamaged as error:
+            return [name, str(error).encode()]
 
     told = from_rank_0(read)
+    if not told:
+        return None
+    stored, content = StoredStep(*json.loads(bytes(told[0]))), told[1:]
+    if len(content) == 1:
+        return FoundCheckpoint(url, stored, damage=bytes(content[0]).decode())
+    return FoundCheckpoint(url, stored, content)
 
-    def parse() -> StoredCheckpoint:
-        head, manifest, *contents = map(bytes, told)
-        step, generation, names = json.loads(head)
-        objects = dict(zip(names, contents, strict=True))
-        return StoredCheckpoint.of(
-            url, StoredMetadata(StoredStep(step, generation), manifest, objects)
-        )
 
-    return on_all_ranks(parse)
+def _read(url: str, step: int | None, generation: int | None) -> StoredMetadata:
+    return StoredMetadata.read(
+        url, step, generation, has_chunks=True, listings_nbytes=_LISTINGS_NBYTES
+    )
+
+
+def _encode(metadata: StoredMetadata) -> list[bytes]:
+    stored, names = metadata.stored, list(metadata.objects)
+    head = json.dumps([stored.step, stored.generation, names]).encode()
+    return [head, metadata.manifest, *(metadata.objects[name] for name in names)]
+
+
+def _decode(told: Sequence[memoryview]) -> StoredMetadata:
+    head, manifest, *contents = map(bytes, told)
+    step, generation, names = json.loads(head)
+    objects = dict(zip(names, contents, strict=True))
+    return StoredMetadata(StoredStep(step, generation), manifest, objects)
 
 
 class SharedListings:

@@ -22,13 +22,13 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlparse
 
 import numpy as np
 import torch
 
-from keepstep.checkpoint.agreement import exchange, on_all_ranks_gathering
+from keepstep.checkpoint.agreement import exchange, on_all_ranks
 from keepstep.checkpoint.collective import (
     ByteExchange,
     Bytes,
@@ -107,23 +107,13 @@ def fill_together(plan: Callable[[], Sequence[Fill]], source: StoredCheckpoint) 
         CheckpointDamaged: what a rank read is damaged; on all ranks.
         CheckpointError: a rank could not read, or has failed otherwise; on all ranks.
     """
-    read_before = source.read_nbytes
     if world_size() == 1:
+        read_before = source.read_nbytes
         fills = plan()
         fill(fills, source)
         wanted_nbytes = sum(item.nbytes for item in fills)
         return RestoreTraffic(source.read_nbytes - read_before, wanted_nbytes, 0)
-    participant = _Participant(source)
-    participant.take_part(plan)
-    _, shares = on_all_ranks_gathering(
-        participant.check,
-        lambda _: [
-            source.read_nbytes - read_before,
-            participant.tensor_nbytes,
-            participant.sent_nbytes,
-        ],
-    )
-    return RestoreTraffic(*(sum(numbers) for numbers in zip(*shares, strict=True)))
+    return _Participant(source).take_part(plan)
 
 
 def _wants(fills: Sequence[Fill], source: StoredCheckpoint) -> Iterator[Want]:
@@ -169,8 +159,9 @@ def _small_read_nbytes(url: str) -> int:
     return 2**16 if urlparse(url).scheme in ("", "file") else 2**20
 
 
-def _encode(items: Sequence[Want] | Sequence[ReadTask]) -> bytes:
-    return json.dumps([item.to_json() for item in items]).encode()
+def _tasks(told: Sequence[memoryview]) -> list[ReadTask]:
+    """Return what planners have told this rank to read."""
+    return [ReadTask.from_json(item) for data in told for item in _decode(data)]
 
 
 def _decode(message: memoryview) -> list[Json]:
@@ -224,6 +215,22 @@ class _Read:
         )
 
 
+class _RoundRow(NamedTuple):
+    """What a rank tells another one of a round.
+
+    It offers so many bytes to that one, has more to send to any, has failed, or lacks elements that
+    have not arrived. The rest is as in `RestoreTraffic`, of this rank alone.
+    """
+
+    offered_nbytes: int
+    has_more: int
+    has_failed: int
+    is_lacking: int
+    read_nbytes: int
+    tensor_nbytes: int
+    sent_nbytes: int
+
+
 class _Memory:
     """Memory for bytes that is used again; page-locked if it is copied to or from CUDA devices."""
 
@@ -245,6 +252,7 @@ class _Participant:
 
     def __init__(self, source: StoredCheckpoint) -> None:
         self._source = source
+        self._read_before = source.read_nbytes
         self._rank, self._world_size = rank(), world_size()
         self._fills: Sequence[Fill] = ()
         self._batches: deque[list[_Read]] = deque()
@@ -252,111 +260,140 @@ class _Participant:
         self._missing: list[int] = []
         # Pieces that were read and not sent yet, by receiver.
         self._unsent: dict[int, deque[_Piece]] = {}
+        # Groups that planners before this one have, about.
+        self._first_group = 0
         self._error: Exception | None = None
-        self._has_any_failed = False
-        self.sent_nbytes = 0
-        """Bytes of pieces that this rank has sent."""
-        self.tensor_nbytes = 0
-        """Bytes of the tensors' elements that ranks want of the units that this rank plans."""
+        # Bytes of pieces that this rank has sent.
+        self._sent_nbytes = 0
+        # Bytes of the tensors' elements that ranks want of the units that this rank plans.
+        self._tensor_nbytes = 0
         self._staging, self._sending, self._receiving = _Memory(), _Memory(), _Memory()
         self._byte_exchange = ByteExchange()
 
-    def take_part(self, plan: Callable[[], Sequence[Fill]]) -> None:
+    def take_part(self, plan: Callable[[], Sequence[Fill]]) -> RestoreTraffic:
         """Do all that the ranks do together.
 
         Raises:
-            Exception: planning failed, on some rank; then all ranks raise. An error after that is
-                not raised here: see `check`.
+            Exception: a rank has failed; then all ranks raise.
         """
-        tasks = self._plan_together(plan)
-        self._attempt(lambda: self._prepare(tasks), None)
-        for number in itertools.count():
-            if not self._take_part_in_round(number):
-                return
+        told = self._plan_together(plan)
+        self._attempt(lambda: self._prepare(told), None)
+        rounds = (self._take_part_in_round(number) for number in itertools.count())
+        rows = next(told for told in rounds if told is not None)
+        if any(row.has_failed for row in rows):
+            on_all_ranks(self._raise_error)
+        # On all ranks alike: none is left waiting for one that has raised.
+        is_filled = not any(row.is_lacking for row in rows)
+        assert is_filled, "every wanted element has a reader, and arrives"
+        return RestoreTraffic(
+            sum(row.read_nbytes for row in rows),
+            sum(row.tensor_nbytes for row in rows),
+            sum(row.sent_nbytes for row in rows),
+        )
 
-    def _plan_together(self, plan: Callable[[], Sequence[Fill]]) -> list[ReadTask]:
-        """Return what this rank is to read.
+    def _plan_together(self, plan: Callable[[], Sequence[Fill]]) -> list[memoryview]:
+        """Return messages with what this rank is to read.
 
         If a rank fails, all of them raise before anything of tensors is read.
         """
-        listings = SharedListings(self._source)
+        listings = None if self._source.has_listings else SharedListings(self._source)
 
         def packed_boxes() -> list[tuple[str, Box]]:
             self._fills = plan()
             self._missing = [item.box.size if item.box else 0 for item in self._fills]
             return _packed_boxes(self._fills, self._source)
 
-        listings.get(packed_boxes)
-        wants = exchange(self._tell_planners)
-        groups, counts = on_all_ranks_gathering(lambda: self._groups(wants), len)
-        first = sum(counts[: self._rank])
-        told = exchange(lambda: self._tell_readers(groups, first))
-        tasks: list[ReadTask] = []
+        def tell_planners() -> list[bytes]:
+            if listings is None:
+                packed_boxes()
+            return self._tell_planners()
 
-        def boxes_to_read() -> list[tuple[str, Box]]:
-            tasks.extend(ReadTask.from_json(item) for data in told for item in _decode(data))
-            return [(task.unit.key, task.unit.box) for task in tasks]
-
-        listings.get(boxes_to_read)
-        return tasks
+        if listings is not None:
+            listings.get(packed_boxes)
+        wants = exchange(tell_planners)
+        told = exchange(lambda: self._tell_readers(self._groups(wants)))
+        if listings is not None:
+            listings.get(lambda: [(task.unit.key, task.unit.box) for task in _tasks(told)])
+        return told
 
     def _tell_planners(self) -> list[bytes]:
-        """Return the messages with what this rank wants, for each planner."""
+        """Return the messages with what this rank wants, for each planner.
+
+        Before its wants each planner gets the number of this rank's groups that planners before it
+        plan.
+        """
         wants: list[list[Want]] = [[] for _ in range(self._world_size)]
         for want in _wants(self._fills, self._source):
             wants[planner_of(want.unit.group, self._world_size)].append(want)
-        return [_encode(items) for items in wants]
+        counts = (len({want.unit.group for want in items}) for items in wants)
+        firsts = itertools.accumulate(counts, initial=0)
+        return [
+            json.dumps([first, [want.to_json() for want in items]]).encode()
+            for first, items in zip(firsts, wants, strict=False)
+        ]
 
     def _groups(self, told: Sequence[memoryview]) -> list[ReadGroup]:
         """Return the groups that this rank plans."""
+        messages = [_decode(data) for data in told]
+        self._first_group = max(first for first, _ in messages)
         wants = (
             (sender, Want.from_json(want))
-            for sender, data in enumerate(told)
-            for want in _decode(data)
+            for sender, (_, items) in enumerate(messages)
+            for want in items
         )
         groups = groups_of(wants, _small_read_nbytes(self._source.storage.url))
-        self.tensor_nbytes = sum(group.nbytes for group in groups)
+        self._tensor_nbytes = sum(group.nbytes for group in groups)
         return groups
 
-    def _tell_readers(self, groups: Sequence[ReadGroup], first: int) -> list[bytes]:
+    def _tell_readers(self, groups: Sequence[ReadGroup]) -> list[bytes]:
         """Return the messages with what is to be read, for each reader."""
-        return [_encode(tasks) for tasks in assign_readers(groups, self._world_size, first)]
+        tasks_by_reader = assign_readers(groups, self._world_size, self._first_group)
+        return [
+            json.dumps([task.to_json() for task in tasks]).encode() for tasks in tasks_by_reader
+        ]
 
-    def _prepare(self, tasks: Sequence[ReadTask]) -> None:
+    def _prepare(self, told: Sequence[memoryview]) -> None:
         """Note what this rank reads, and make its tensors and memory ready for it."""
         is_cuda = any(item.tensor.data.is_cuda for item in self._fills)
         self._staging.is_pinned = self._receiving.is_pinned = is_cuda
-        self._batches.extend(_batches([_Read.of(t, self._fills, self._rank) for t in tasks]))
+        self._batches.extend(
+            _batches([_Read.of(task, self._fills, self._rank) for task in _tasks(told)])
+        )
         for item in self._fills:
             item.zero_rest()
 
-    def check(self) -> None:
-        """Check that the rounds have filled all tensors, unless another rank has failed.
-
-        Raises:
-            Exception: what failed on this rank.
-        """
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-        is_filled = not any(self._missing)
-        assert is_filled or self._has_any_failed, "every wanted element has a reader, and arrives"
 
-    def _take_part_in_round(self, number: int) -> bool:
-        """Offer, accept and send once; return False, on all ranks alike, if it was the last."""
+    def _take_part_in_round(self, number: int) -> list[_RoundRow] | None:
+        """Offer, accept and send once.
+
+        Returns:
+            If it was the last round, which is so on all ranks alike, what each rank has told.
+        """
         nothing: dict[int, list[_Piece]] = {}
         offers = self._attempt(lambda: self._offer(number), nothing)
-        has_more, has_failed = bool(offers), self._error is not None
-        incoming = exchange_numbers(
+        told = exchange_numbers(
             [
-                [_message_nbytes(offers.get(peer, [])), has_more, has_failed]
+                _RoundRow(
+                    offered_nbytes=_message_nbytes(offers.get(peer, [])),
+                    has_more=bool(offers),
+                    has_failed=self._error is not None,
+                    is_lacking=any(self._missing),
+                    read_nbytes=self._source.read_nbytes - self._read_before,
+                    tensor_nbytes=self._tensor_nbytes,
+                    sent_nbytes=self._sent_nbytes,
+                )
                 for peer in range(self._world_size)
             ]
         )
-        self._has_any_failed = any(row[2] for row in incoming)
-        if self._has_any_failed or not any(row[1] for row in incoming):
-            return False
+        rows = [_RoundRow(*row) for row in told]
+        if any(row.has_failed for row in rows) or not any(row.has_more for row in rows):
+            return rows
         received_nbytes = self._attempt(
-            lambda: self._accept(number, [row[0] for row in incoming]), [0] * self._world_size
+            lambda: self._accept(number, [row.offered_nbytes for row in rows]),
+            [0] * self._world_size,
         )
         answers = exchange_numbers([[nbytes] for nbytes in received_nbytes])
         accepted = {peer: pieces for peer, pieces in offers.items() if answers[peer][0]}
@@ -369,7 +406,7 @@ class _Participant:
             sent.zero_()
         self._byte_exchange.run(sent, sent_nbytes, received, received_nbytes)
         self._attempt(lambda: self._unpack(received.numpy(), received_nbytes), None)
-        return True
+        return None
 
     def _attempt(self, act: Callable[[], Result], otherwise: Result) -> Result:
         """Do what may fail, unless something has failed before; then return `otherwise`."""
@@ -472,7 +509,7 @@ class _Participant:
                 nbytes = piece.data.nbytes
                 buffer[end : end + nbytes].reshape(piece.data.shape)[...] = piece.data
                 end += round_up(nbytes, _ALIGNMENT)
-                self.sent_nbytes += nbytes
+                self._sent_nbytes += nbytes
             unsent = self._unsent[peer]
             for _ in pieces:
                 unsent.popleft()

@@ -98,6 +98,12 @@ class Respelled:
             ]
         )
 
+    @property
+    def may_be_renamed(self) -> bool:
+        """Whether `named_for` may change anything, or depend on the parameters' names."""
+        # Each rank opens it by itself: nothing tells that all have found the same names.
+        return True
+
     def named_for(self, parameters: Collection[str]) -> Respelled:
         """Return the checkpoint with its tensors named as those of a model with these parameters.
 

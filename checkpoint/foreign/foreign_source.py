@@ -88,6 +88,12 @@ class ForeignCheckpoint:
         """Every tensor by key."""
         return {key: tensor.spec for key, tensor in self.foreign_tensors.items()}
 
+    @property
+    def may_be_renamed(self) -> bool:
+        """Whether `named_for` may change anything, or depend on the parameters' names."""
+        # Each rank opens it by itself: nothing tells that all have found the same names.
+        return True
+
     def named_for(self, parameters: Collection[str]) -> ForeignCheckpoint:
         """Return the checkpoint with its tensors named as those of a model with these parameters.
 

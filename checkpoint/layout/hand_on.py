@@ -266,7 +266,7 @@ def assign_readers(
     Args:
         groups: the planner's groups.
         world_size: the number of ranks.
-        first: how many groups the planners before this one have. Among ranks that are equal
+        first: how many groups the planners before this one have, about. Among ranks that are equal
             otherwise, the turn begins here, so that planners with few groups choose different ones.
     """
     tasks: list[list[ReadTask]] = [[] for _ in range(world_size)]
@@ -295,9 +295,12 @@ def distinct_size(boxes: Sequence[Box]) -> int:
     if len(unique) < 2:
         return sum(box.size for box in unique)
     edges = [
-        np.unique(list(itertools.chain.from_iterable(
-            (box.offset[axis], box.offset[axis] + box.shape[axis]) for box in unique
-        )))
+        # `np.unique` would import `numpy.ma` when it is first called, for ten milliseconds.
+        np.array(sorted({
+            edge
+            for box in unique
+            for edge in (box.offset[axis], box.offset[axis] + box.shape[axis])
+        }))
         for axis in range(len(unique[0].shape))
     ]  # fmt: skip
     covered = np.zeros([len(edge) - 1 for edge in edges], bool)

@@ -6,7 +6,7 @@ Older releases have stored some wrappers' names, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -49,6 +49,12 @@ def without_wrappers(name: str, parallel: Collection[str] = ()) -> str:
         if not (part == PARALLEL and parallel and ".".join(path) in parallel):
             kept.append(part)
     return ".".join(kept)
+
+
+def may_have_wrappers(keys: Iterable[str]) -> bool:
+    """Return whether a part of any of these keys is a name that a wrapper may have."""
+    names = {*_WRAPPERS, PARALLEL}
+    return any(not names.isdisjoint(key.replace("/", ".").split(".")) for key in keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import crc32c
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.object_names import CHUNKS, DOCUMENTS, MANIFEST, ROOT, StoredStep
 from keepstep.checkpoint.stored.steps import choose, missing
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+
+_PARALLEL_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class StoredMetadata:
         generation: int | None = None,
         *,
         has_chunks: bool = False,
+        listings_nbytes: int = 0,
     ) -> StoredMetadata:
         """Read what `StoredCheckpoint.of` needs.
 
@@ -45,6 +48,8 @@ class StoredMetadata:
             step: as for `StoredCheckpoint.open`.
             generation: as for `StoredCheckpoint.open`.
             has_chunks: read what is needed to find chunks as well, if the format has it.
+            listings_nbytes: read the listings as well if they have so many bytes at most, in all.
+                One that cannot be read is left out: maybe nobody needs it.
 
         Raises:
             CheckpointMissing: there is no such checkpoint.
@@ -61,9 +66,26 @@ class StoredMetadata:
         names = [ROOT, DOCUMENTS]
         if has_chunks and manifest.find(CHUNKS) is not None:
             names.append(CHUNKS)
-        with ThreadPoolExecutor(len(names)) as pool:
+        listings = [entry for entry in manifest.objects if entry.is_part]
+        if sum(entry.nbytes for entry in listings) > listings_nbytes:
+            listings = []
+
+        def read_listing(name: str) -> bytes | None:
+            try:
+                return read_verified(storage, manifest, name)
+            except CheckpointError:
+                return None
+
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             contents = pool.map(lambda name: read_verified(storage, manifest, name), names)
-            return cls(chosen, content, dict(zip(names, contents, strict=True)))
+            listed = pool.map(read_listing, [entry.name for entry in listings])
+            objects = dict(zip(names, contents, strict=True))
+            objects.update(
+                (entry.name, data)
+                for entry, data in zip(listings, listed, strict=True)
+                if data is not None
+            )
+            return cls(chosen, content, objects)
 
 
 def read_verified(storage: Storage, manifest: Manifest, name: str) -> bytes:

@@ -97,6 +97,8 @@ class PartListings:
         """
         with self._lock:
             missing = self._missing(numbers)
+            if not missing:
+                return self._index
             with ThreadPoolExecutor(_PARALLEL_READS) as pool:
                 listings = pool.map(lambda number: self._read(self._names[number]), missing)
                 for number, objects in zip(missing, listings, strict=True):

@@ -16,7 +16,7 @@ from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.described import check_described
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
-from keepstep.checkpoint.layout.wrapper_names import StoredNames
+from keepstep.checkpoint.layout.wrapper_names import StoredNames, may_have_wrappers
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span
 from keepstep.checkpoint.stored.cell_reads import PARALLEL_READS, CellReads, ReadCount, Target
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
@@ -45,6 +45,8 @@ class StoredCheckpoint:
     manifest: Manifest
     stored_tensors: Mapping[str, StoredTensor]
     documents: Mapping[str, Json]
+    has_listings: bool = False
+    """Whether all listings came with the metadata, as on all ranks that have the same."""
     _read_count: ReadCount = field(default_factory=ReadCount, compare=False, repr=False)
     _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
@@ -97,7 +99,12 @@ class StoredCheckpoint:
             manifest=manifest,
             stored_tensors=tensors,
             documents=documents,
-            _held={name: data for name, data in metadata.objects.items() if name == CHUNKS},
+            has_listings=metadata.objects.keys() >= set(manifest.part_names().values()),
+            _held={
+                name: data
+                for name, data in metadata.objects.items()
+                if name not in (ROOT, DOCUMENTS)
+            },
         )
 
     @property
@@ -132,6 +139,11 @@ class StoredCheckpoint:
             documents=names.documents(self.documents),
             _stored_keys=names.keys,
         )
+
+    @property
+    def may_be_renamed(self) -> bool:
+        """Whether `named_for` may depend on the parameters' names or change a tensor's."""
+        return may_have_wrappers(self.stored_tensors)
 
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """See `Source.slots`."""
@@ -172,7 +184,9 @@ class StoredCheckpoint:
 
     def missing_listings(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
         """Return the numbers of the listings that `locate` would read. Raises as it does."""
-        return self._listings.missing_for([(self._stored_key(key), box) for key, box in boxes])
+        missing = self._listings.missing_for([(self._stored_key(key), box) for key, box in boxes])
+        names = self.manifest.part_names()
+        return [number for number in missing if names[number] not in self._held]
 
     def hold(self, entry: StoredObject, content: bytes) -> None:
         """Take a listing that another rank has read, so that it is not read here when needed.

@@ -51,7 +51,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.state_mapping": "checkpoint.errors checkpoint.layout checkpoint.live",
         "checkpoint.shared_metadata": (
-            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.stored"
+            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
+            " checkpoint.stored"
         ),
         "checkpoint.shared_foreign": (
             "checkpoint.agreement checkpoint.errors checkpoint.foreign checkpoint.layout"

@@ -13,6 +13,9 @@ from keepstep.checkpoint.collective import ByteExchange
 from keepstep.checkpoint.errors import CheckpointDamaged, RankFailed
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
+# More than goes with a message's length.
+LONG = 300_000
+
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> ThreadRanks:
@@ -52,6 +55,36 @@ def test_each_rank_gets_the_messages_to_it(ranks: ThreadRanks) -> None:
     assert results == [[b"", b"", b""], [b"0", b"1", b"2"], [b"00", b"11", b"22"]]
 
 
+def test_short_messages_take_one_collective_and_long_ones_arrive_too(ranks: ThreadRanks) -> None:
+    for nbytes, collectives in ((1000, 1), (LONG, 3)):
+        ranks.collectives.clear()
+
+        def act(rank: int, nbytes: int = nbytes) -> list[bytes]:
+            # One rank's message to one other decides for all.
+            return [bytes(m) for m in exchange(lambda: [b"", b"1", b"x" * nbytes * (rank == 1)])]
+
+        assert ranks.run(act) == [[b""] * 3, [b"1"] * 3, [b"", b"x" * nbytes, b""]]
+        assert len(ranks.collectives) == collectives * 3
+
+
+def test_what_rank_0_tells_takes_one_collective_if_it_is_short(ranks: ThreadRanks) -> None:
+    for nbytes, collectives in ((1000, 1), (LONG, 3)):
+        ranks.collectives.clear()
+        told = [b"", b"x" * nbytes, b"end"]
+        results = ranks.run(
+            lambda _, told=told: [bytes(data) for data in from_rank_0(lambda: told)]
+        )
+        assert results == [told] * 3
+        assert len(ranks.collectives) == collectives * 3
+
+
+def test_an_error_with_a_long_message_of_rank_0_is_raised_on_all(ranks: ThreadRanks) -> None:
+    act = failing_on(0, CheckpointDamaged("x" * LONG), ranks)
+    results = ranks.run(lambda _: from_rank_0(lambda: [b"%d" % act()]))
+    assert [type(result) for result in results] == [CheckpointDamaged] * 3
+    assert {str(result) for result in results} == {"x" * LONG}
+
+
 def test_a_message_that_one_rank_cannot_make_is_an_error_on_all(ranks: ThreadRanks) -> None:
     act = failing_on(1, MemoryError("out of memory"), ranks)
 
@@ -67,7 +100,7 @@ def test_messages_that_one_rank_has_no_memory_for_are_an_error_on_all(
 ) -> None:
     act = failing_on(1, MemoryError("out of memory"), ranks)
     monkeypatch.setattr(ByteExchange, "reserve", lambda *_, **__: act())
-    results = ranks.run(lambda rank: exchange(lambda: [b"0"] * 3))
+    results = ranks.run(lambda rank: exchange(lambda: [b"0" * LONG] * 3))
     assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
 
@@ -88,5 +121,5 @@ def test_what_rank_0_tells_and_one_rank_has_no_memory_for_is_an_error_on_all(
         return content
 
     monkeypatch.setattr(agreement, "on_group_device", on_group_device)
-    results = ranks.run(lambda _: from_rank_0(lambda: [b"0"]))
+    results = ranks.run(lambda _: from_rank_0(lambda: [b"0" * LONG]))
     assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]

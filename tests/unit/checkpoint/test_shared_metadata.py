@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.checkpoint import shared_metadata
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -87,6 +88,15 @@ def load_all(count: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ranks.run(load)
 
 
+@pytest.fixture(params=[0, 2**20], ids=["listings when needed", "listings at once"])
+def listings_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How large listings may be that rank 0 reads with the other metadata."""
+    nbytes: int = request.param
+    monkeypatch.setattr(shared_metadata, "_LISTINGS_NBYTES", nbytes)
+    return nbytes
+
+
+@pytest.mark.usefixtures("listings_nbytes")
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_each_object_is_read_once_by_all_ranks_together(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, count: int
@@ -110,6 +120,7 @@ def test_a_checkpoint_that_is_missing_is_so_for_all_ranks(
     }
 
 
+@pytest.mark.usefixtures("listings_nbytes")
 @pytest.mark.parametrize("leaf", ["documents.json", "chunks.json", "parts/000001.json"])
 def test_damage_is_found_by_all_ranks(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, leaf: str
@@ -121,6 +132,25 @@ def test_damage_is_found_by_all_ranks(
     assert all("does not match its checksum" in str(result) for result in results)
 
 
+def test_a_listing_that_nobody_needs_may_be_damaged(
+    storage: CountingStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(name for name in storage.objects if name.endswith("parts/000001.json"))
+    storage.objects[name] = storage.objects[name][:-1] + b" "
+    ranks = ThreadRanks(2)
+    ranks.patch(monkeypatch)
+    tensor = SMALL[0]
+    box = Box.whole(tensor.shape)
+
+    def load(_: int) -> Any:
+        live = LiveTensor(tensor.key, tensor.shape, box, torch.zeros(tensor.shape))
+        source = open_together("dict://", 1, 0)
+        return fill_together(lambda: [Fill(live, tensor.dtype, box)], source)
+
+    assert all(isinstance(result, RestoreTraffic) for result in ranks.run(load))
+
+
+@pytest.mark.usefixtures("listings_nbytes")
 @pytest.mark.parametrize(("failing", "rank"), [("zarr.json", 0), ("parts/000002.json", 2)])
 def test_storage_that_fails_for_the_rank_that_reads_fails_the_load_of_all(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, failing: str, rank: int

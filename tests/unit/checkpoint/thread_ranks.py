@@ -25,6 +25,8 @@ class ThreadRanks:
         self._own = threading.local()
         self._barrier = threading.Barrier(count, timeout=PATIENCE_S)
         self._sent: list[Any] = [None] * count
+        self.collectives: list[str] = []
+        """The names of all calls of collectives, of all ranks."""
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collective, "dist", self)
@@ -61,13 +63,16 @@ class ThreadRanks:
         return self.count
 
     def all_gather(self, gathered: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
+        self.collectives.append("all_gather")
         for buffer, data in zip(gathered, self._gather(sent), strict=True):
             buffer.copy_(data)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.collectives.append("all_reduce")
         tensor.copy_(torch.stack(self._gather(tensor.clone())).sum(0))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self.collectives.append("broadcast")
         tensor.copy_(self._gather(tensor.clone())[src])
 
     def all_to_all_single(
@@ -77,6 +82,7 @@ class ThreadRanks:
         received_counts: Sequence[int] | None = None,
         sent_counts: Sequence[int] | None = None,
     ) -> None:
+        self.collectives.append("all_to_all_single")
         ones = [1] * self.count
         gathered = self._gather([part.clone() for part in sent.split(list(sent_counts or ones))])
         parts = [parts_of_rank[self.get_rank()] for parts_of_rank in gathered]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -228,3 +230,16 @@ def test_distinct_elements_are_counted_once(shape: tuple[int, ...], data) -> Non
     for box in boxes:
         covered[box.slices] = True
     assert distinct_size(boxes) == covered.sum()
+
+
+def test_planning_imports_nothing_when_it_is_first_done() -> None:
+    """`np.unique` imports `numpy.ma`, for ten milliseconds of the first load."""
+    code = (
+        "import sys\n"
+        "from keepstep.checkpoint.layout.boxes import Box\n"
+        "from keepstep.checkpoint.layout.hand_on import distinct_size\n"
+        "before = set(sys.modules)\n"
+        "assert distinct_size([Box((0,), (4,)), Box((2,), (4,))]) == 6\n"
+        "assert set(sys.modules) == before, set(sys.modules) - before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,11 @@ import pytest
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.part_table import Part, PartTable
-from keepstep.checkpoint.layout.wrapper_names import StoredNames, without_wrappers
+from keepstep.checkpoint.layout.wrapper_names import (
+    StoredNames,
+    may_have_wrappers,
+    without_wrappers,
+)
 from keepstep.checkpoint.live.part_slices import check_parts
 
 
@@ -28,6 +32,25 @@ from keepstep.checkpoint.live.part_slices import check_parts
 )
 def test_names_of_wrappers_are_left_out(name: str, parallel: tuple[str, ...], clean: str) -> None:
     assert without_wrappers(name, parallel) == clean
+
+
+@pytest.mark.parametrize(
+    ("key", "may"),
+    [
+        ("model/up.weight", False),
+        ("model/submodule.modules.weight", False),
+        ("model/module.up.weight", True),
+        ("model/module", True),
+        ("optim/up._orig_mod.weight/exp_avg", True),
+        ("model/_fsdp_wrapped_module.up.weight", True),
+        ("model/up._checkpoint_wrapped_module.weight", True),
+    ],
+)
+def test_only_keys_with_a_part_that_a_wrapper_may_have_may_be_renamed(key: str, may: bool) -> None:
+    assert may_have_wrappers(["model/down.weight", key]) == may
+    stored = {"model/down.weight", key}
+    if not may:
+        assert not StoredNames.of(stored, ["up.weight", "down.weight"]).keys
 
 
 def test_a_checkpoint_of_a_wrapped_model_is_renamed_for_the_bare_one() -> None:
