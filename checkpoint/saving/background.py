@@ -23,6 +23,9 @@ from keepstep.checkpoint.saving.writer_process import WriterProcess
 
 log = logging.getLogger("keepstep")
 
+_QUIET_PARTS = 6
+"""A copy goes on for this part of the patience of others before this rank says anything."""
+
 _END_S = 10.0
 """How long a save that was given up may take to end, in seconds."""
 
@@ -81,6 +84,7 @@ class BackgroundSaver:
         self._peer_timeout_s = peer_timeout_s
         self._tasks: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
         self._is_idle = threading.Event()
+        self._has_next = threading.Event()
         self._given_up = threading.Event()
         self._calls = StoreCalls(peer_timeout_s, self._given_up)
         self._current: SaveTask | None = None
@@ -117,6 +121,8 @@ class BackgroundSaver:
             self._calls = StoreCalls(self._peer_timeout_s, self._given_up)
             self._calls.start()
         self._is_idle.clear()
+        self._has_next.set()
+        self._current = task
         self._tasks.put(task)
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
@@ -148,12 +154,12 @@ class BackgroundSaver:
             finally:
                 self._has_started.set()
             while (task := self._tasks.get()) is not None:
-                self._current = task
+                self._has_next.clear()
                 self._perform(task)
                 # It has the process group's store, which the group's end is to free.
-                self._current = None
+                if self._current is task:
+                    self._current = None
                 del task
-                self._is_idle.set()
         finally:
             if self._process is not None:
                 self._process.close()
@@ -170,6 +176,8 @@ class BackgroundSaver:
         """Write and commit; set the outcome."""
         commit_round: CommitRound | None = None
         try:
+            # The copy's thread has the GIL and a core to itself: others miss no sign of life yet.
+            wait([task.copied], self._peer_timeout_s / _QUIET_PARTS)
             if self._last_round is not None:
                 self._last_round.forget()
             commit_round = self._last_round = CommitRound(
@@ -188,10 +196,12 @@ class BackgroundSaver:
         except Exception as error:  # noqa: BLE001 - the thread's edge: somebody may wait
             _settle(task.outcome, CheckpointError(f"the save failed: {error!r}"))
         finally:
-            if commit_round is not None and task.rank == 0:
-                commit_round.await_others()
-            elif commit_round is not None:
+            if commit_round is not None and task.rank != 0:
                 commit_round.leave()
+            self._is_idle.set()
+            if commit_round is not None and task.rank == 0:
+                # The next save does not wait for it.
+                commit_round.await_others(self._has_next.is_set)
 
     def _write_and_commit(self, task: SaveTask, commit_round: CommitRound) -> None:
         if task.rank != 0:

@@ -132,15 +132,20 @@ class CommitRound:
         text = None if error is None else as_told_by(0, error)
         self._set("outcome", json.dumps(text).encode())
 
-    def await_others(self) -> None:
+    def await_others(self, has_next: Callable[[], bool]) -> None:
         """On rank 0: wait until the others have seen the outcome.
 
         They may need rank 0's process for it, which may serve the store and be about to exit.
+
+        Args:
+            has_next: whether the next save has begun: then all have seen it.
         """
         if self._world_size == 1:
             return
         try:
-            self._await("all_seen", lambda: range(1, self._world_size), self._peer_timeout_s)
+            self._await(
+                "all_seen", lambda: range(1, self._world_size), self._peer_timeout_s, has_next
+            )
         except CheckpointError:
             return  # A rank that has ended needs to know nothing; the outcome stands.
 
@@ -190,15 +195,24 @@ class CommitRound:
             self._call(lambda: store.set(key, value.decode()))
 
     def _await(
-        self, key: str, needed: Callable[[], Sequence[int]], limit_s: float | None = None
+        self,
+        key: str,
+        needed: Callable[[], Sequence[int]],
+        limit_s: float | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> bytes:
-        """Wait for a key, as long as all needed ranks give signs of life; return its value."""
+        """Wait for a key, as long as all needed ranks give signs of life; return its value.
+
+        If `is_over` becomes true, return nothing.
+        """
         store = self._store
         assert store is not None, "there are other ranks"
         began_s = time.monotonic()
         next_check_s = began_s + self.tick_s
         look_s = _FIRST_LOOK_S
         while not self._call(partial(store.check, [key])):
+            if is_over():
+                return b""
             self.tick()
             now_s = time.monotonic()
             if now_s >= next_check_s:

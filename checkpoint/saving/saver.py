@@ -22,7 +22,12 @@ import torch
 
 from keepstep.checkpoint.agreement import on_all_ranks
 from keepstep.checkpoint.collective import default_store, rank, world_size
-from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, gather_chunks
+from keepstep.checkpoint.collective_plan import (
+    PlanCache,
+    SharedPlan,
+    agree_on_save,
+    gather_chunks,
+)
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
@@ -108,15 +113,14 @@ class Saver:
         previous_error = told_failure(agreed.failures)
         tensors = agreed.live.tensors
 
-        def prepare() -> tuple[SavePlan, WatchedTensors, list[int], bytes]:
-            plan = self._plan
-            if plan is None or plan.shared is not agreed.plan:
-                plan = self._plan = plan_save(rank(), tensors, agreed.plan)
-            watched = WatchedTensors.of(tensors)
-            documents = json.dumps(dict(agreed.documents)).encode()
-            return plan, watched, list(watched.versions()), documents
-
-        plan, watched, versions, documents = on_all_ranks(prepare)
+        # The ranks have all planned anew, or none has.
+        plan = self._plan
+        if plan is None or plan.shared is not agreed.plan:
+            self._plan = None
+            plan = self._plan = self._planned(tensors, agreed.plan)
+        watched = WatchedTensors.of(tensors)
+        versions = watched.versions()
+        documents = json.dumps(dict(agreed.documents)).encode()
         outcome: Future[CheckpointError | None] = Future()
         copied: Future[Copied] = Future()
         keys = [tensor.key for tensor in watched.tensors]
@@ -177,6 +181,14 @@ class Saver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _planned(self, tensors: Sequence[LiveTensor], shared: SharedPlan) -> SavePlan:
+        """Plan this rank's part; if that fails on one rank, all raise, and plan again next time."""
+        try:
+            return on_all_ranks(lambda: plan_save(rank(), tensors, shared))
+        except BaseException:
+            self._plans.keep(None)
+            raise
 
     def _copy(
         self,

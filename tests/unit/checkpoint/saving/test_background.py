@@ -29,26 +29,30 @@ class Save:
     outcome: Future[CheckpointError | None] = field(default_factory=Future)
 
 
-@pytest.fixture
-def save(tmp_path: Path) -> Save:
-    started = Save(BackgroundSaver(peer_timeout_s=0.6), HashStore())
+def submitted(directory: Path, *, rank: int = 1, peer_timeout_s: float = 0.6) -> Save:
+    started = Save(BackgroundSaver(peer_timeout_s), HashStore())
     started.background.start()
     started.background.submit(
         SaveTask(
             part=WritePart(
-                url=str(tmp_path), directory=str(tmp_path), step=1, generation=0, attempt="a"
+                url=str(directory), directory=str(directory), step=1, generation=0, attempt="a"
             ),
             copied=started.copied,
             plan=b"",
             documents=b"{}",
             sends_documents=False,
-            rank=1,
+            rank=rank,
             world_size=2,
             store=started.store,
             outcome=started.outcome,
         )
     )
     return started
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    return submitted(tmp_path)
 
 
 def test_signs_of_life_are_given_while_the_rank_still_copies(save: Save) -> None:
@@ -61,6 +65,26 @@ def test_signs_of_life_are_given_while_the_rank_still_copies(save: Save) -> None
         save.background.close(LIMIT_S)
     assert str(error) == "the tensors were not copied"
     assert save.store.get("keepstep/save/a/part/1") == b"!the tensors were not copied"
+
+
+def test_nothing_is_done_beside_a_copy_that_others_are_patient_for(tmp_path: Path) -> None:
+    save = submitted(tmp_path, peer_timeout_s=60.0)
+    try:
+        assert not wait([save.outcome], 0.3).done
+        assert save.store.num_keys() == 0
+    finally:
+        save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
+        assert save.outcome.result(LIMIT_S) is not None
+        save.background.close(LIMIT_S)
+
+
+def test_the_next_save_does_not_wait_until_others_have_seen_the_outcome(tmp_path: Path) -> None:
+    save = submitted(tmp_path, rank=0, peer_timeout_s=60.0)
+    save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
+    assert save.background.wait_idle(20.0)
+    assert not save.store.check(["keepstep/save/a/all_seen"])
+    save.store.set("keepstep/save/a/all_seen", "1")
+    save.background.close(LIMIT_S)
 
 
 def test_a_save_that_takes_too_long_is_given_up_when_its_owner_closes(save: Save) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -50,7 +51,7 @@ def test_rank_0_collects_all_reports_and_all_see_the_outcome() -> None:
         if rank == 0:
             assert commit_round.collect() == [b"report 0", b"report 1", b"report 2"]
             commit_round.conclude(None)
-            commit_round.await_others()
+            commit_round.await_others(lambda: False)
         else:
             commit_round.outcome()
             commit_round.leave()
@@ -71,7 +72,7 @@ def test_a_rank_without_a_part_fails_the_save_of_all() -> None:
             with pytest.raises(RankFailed, match="rank 1: the disk is full") as caught:
                 commit_round.collect()
             commit_round.conclude(caught.value)
-            commit_round.await_others()
+            commit_round.await_others(lambda: False)
         else:
             with pytest.raises(RankFailed, match=r"^rank 1: the disk is full"):
                 commit_round.outcome()
@@ -90,6 +91,15 @@ def test_a_rank_that_gives_no_sign_of_life_is_not_waited_for() -> None:
             commit_round.report(b"{}")
 
     run_all(HashStore(), commit, 0.2)
+
+
+def test_others_are_not_waited_for_once_the_next_save_has_begun() -> None:
+    with started() as calls:
+        commit_round = CommitRound(HashStore(), 0, WORLD, "attempt", 60.0, calls)
+        commit_round.conclude(None)
+        began_s = time.monotonic()
+        commit_round.await_others(lambda: time.monotonic() > began_s + 0.05)
+        assert time.monotonic() < began_s + 30.0
 
 
 def test_what_is_given_up_is_not_waited_for() -> None:
