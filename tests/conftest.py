@@ -1,4 +1,4 @@
-"""The etcd fixture, and the settings of property tests."""
+"""The etcd fixture, how many threads tests compute with, and the settings of property tests."""
 
 import os
 from collections.abc import Iterator
@@ -9,6 +9,11 @@ from hypothesis import settings
 from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
+
+# Tests, and the nodes and ranks that they start, share the machine's cores. Where each process
+# computes with a thread per core, threads spend most of their time waiting in a loop for others
+# that are not running: a job of two nodes took twice the processor time. PyTorch reads it later.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Every run draws the same examples, without a deadline; `HYPOTHESIS_PROFILE=explore` draws others.
 settings.register_profile("steady", deadline=None, derandomize=True)

@@ -28,7 +28,7 @@ def cluster(
     store: str | None = None,
     *,
     workers: int = 2,
-    disturbed: bool = True,
+    disturbed: int = 1,
     **options: Any,
 ) -> PatientCluster:
     """Return a cluster that runs `record.py` with these options; use it as a context manager.
@@ -38,7 +38,7 @@ def cluster(
         nnodes: as for `keepstep run`.
         store: URL of a coordinator that runs; None: start one.
         workers: of each node.
-        disturbed: the test ends the first generation, which does not take its last steps before.
+        disturbed: how many generations the test ends, which do not take the last steps before.
         options: of the script.
     """
     (directory / "log").mkdir(parents=True, exist_ok=True)
@@ -119,6 +119,16 @@ def step_of(view: View) -> int:
 def committed_step_of(view: View) -> int:
     """Return the step of the newest committed snapshot; 0 before the first one."""
     return view.snapshot.snapshot.step if view.snapshot else 0
+
+
+def committed_in(view: View, generation: int) -> bool:
+    """Return whether a step is committed that a generation has computed."""
+    *_, last = view.history.recoveries
+    return (
+        view.snapshot is not None
+        and view.snapshot.snapshot.generation == last.generation == generation
+        and view.snapshot.snapshot.step > last.resumed_step
+    )
 
 
 def wait_for_output(running: PatientCluster, text: str) -> None:

@@ -175,16 +175,18 @@ def gloo_by_another_name(
 dist.Backend.register_backend("other", gloo_by_another_name, devices=["cpu"])
 
 
-hold_after = min(options["steps"], options.get("stop_at", options["steps"])) - 3
+last_step = min(options["steps"], options.get("stop_at", options["steps"]))
 
 
-def await_disturbance() -> None:
+def await_disturbance(generation: int, steps: int) -> None:
     """Hold rank 0, and so the others inside the next step, until the generation is closed.
 
-    A test has time to see what it waits for before it kills something.
+    A test has time to see what it waits for before it kills something. Each generation that it ends
+    has three steps at least.
     """
-    while not current().is_closing(1):
-        time.sleep(0.01)
+    if steps >= last_step - 3 * (options["disturbed"] + 1 - generation):
+        while not current().is_closing(generation):
+            time.sleep(0.01)
 
 
 def await_release() -> None:
@@ -253,8 +255,8 @@ with keepstep.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if options["disturbed"] and (world.generation, world.rank, job.steps) == (1, 0, hold_after):
-            await_disturbance()
+        if world.generation <= options["disturbed"] and world.rank == 0:
+            await_disturbance(world.generation, job.steps)
         if options.get("write_between_steps"):
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)

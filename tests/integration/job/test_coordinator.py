@@ -21,7 +21,7 @@ def test_job_continues_without_a_recovery_when_a_coordinator_member_dies(
 ) -> None:
     with (
         EtcdCluster() as members,
-        cluster(tmp_path, store=members.url, workers=1, disturbed=False) as running,
+        cluster(tmp_path, store=members.url, workers=1, disturbed=0) as running,
     ):
         # A cluster elects a leader within two seconds, but takes longer on a busy machine.
         for node in ("a", "b"):

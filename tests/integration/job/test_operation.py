@@ -54,7 +54,7 @@ def test_job_is_scaled_paused_and_resumed_and_goes_on_elsewhere_from_storage(
     done = max(last_run_of_each_step(tmp_path))
     # Another coordinator and other nodes: all that is left is what is stored.
     with cluster(
-        tmp_path, "1:1", workers=1, disturbed=False, steps=done + 2, checkpoint=checkpoint
+        tmp_path, "1:1", workers=1, disturbed=0, steps=done + 2, checkpoint=checkpoint
     ) as running:
         running.start("c")
         assert running.wait("c", 120) == 0, running.output()

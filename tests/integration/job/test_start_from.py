@@ -50,7 +50,7 @@ def test_a_job_begins_at_the_step_of_another_tools_file_and_recovers_from_its_ow
         assert float.fromhex(line["loss"]) == pytest.approx(math.log(256), abs=1e-6)
     # From now on the job has a checkpoint of its own: nobody looks for the file.
     (tmp_path / "a.pt").unlink()
-    with cluster(tmp_path / "second", "1:1", disturbed=False, **options, steps=32) as running:
+    with cluster(tmp_path / "second", "1:1", disturbed=0, **options, steps=32) as running:
         running.start("a")
         view = running.wait_until(lambda view: len(view.history.recoveries) == 1, 60)
         assert running.wait("a", 120) == 0, running.output()
