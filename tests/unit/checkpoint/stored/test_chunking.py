@@ -27,6 +27,7 @@ from keepstep.checkpoint.stored.chunking import (
     plan_chunks,
     stored_tensor,
 )
+from keepstep.checkpoint.stored.writer import PackJob, write_jobs
 
 
 def entry(key: str, shape: tuple[int, ...], box: Box, dtype: str = "float32") -> Entry:
@@ -371,3 +372,16 @@ def test_planners_take_different_ranks_first() -> None:
     for first in range(5):
         plan = plan_chunks([index] * 5, first_writer=first)
         assert [bool(chunks) for chunks in plan.chunks] == [rank == first for rank in range(5)]
+
+
+def test_a_pack_is_written_when_it_is_full_and_the_last_one_with_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("keepstep.checkpoint.stored.writer.PACK_NBYTES", 1000)
+    box = Box((0,), (50,))
+    for count, expected in ((12, [5, 5, 2]), (10, [5, 5]), (4, [4])):
+        entries = tuple(entry(f"w{number}", (50,), box) for number in range(count))
+        plan = plan_chunks([ShardIndex(0, entries, {})])
+        packs = [job for job in write_jobs(plan, [0], name=3) if isinstance(job, PackJob)]
+        assert [len(pack.chunks) for pack in packs] == expected
+        assert len({pack.name for pack in packs}) == len(packs)

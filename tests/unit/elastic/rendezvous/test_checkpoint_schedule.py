@@ -14,10 +14,13 @@ from keepstep.elastic.rendezvous.actions import Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import (
     PartAttempt,
     begin_persist_if_due,
+    cancel_persist,
     is_over,
+    is_stored,
     next_part,
     persist_before_leaving,
     record_loaded,
+    retry_at_s,
 )
 from keepstep.elastic.rendezvous.invariants import check_transition
 from keepstep.elastic.rendezvous.records import (
@@ -28,6 +31,7 @@ from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     PersistRequest,
     SnapshotCommit,
+    StoreFailure,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, View
 
@@ -220,3 +224,118 @@ def test_snapshots_are_stored_as_the_nodes_scripts_say(compression: Literal["zst
         assert isinstance(action, Persist)
         assert (action.request.url, action.request.compression) == ("/c", compression)
         assert PersistRequest.decode(action.request.encode()) == action.request
+
+
+def training(step: int, **record: Any) -> View:
+    """A view of generation 3, which has committed a step; a checkpoint is due every 10 steps."""
+    described = replace(
+        resumed_from_storage(0, None).nodes["a"].record,
+        loaded=None, step=step, sealed=(SnapshotId(3, step),),
+        **{"checkpoint_every": 10, "times": {"restored": 1.0}, **record},
+    )  # fmt: skip
+    return replace(
+        resumed_from_storage(0, None),
+        nodes={"a": JoinedNode(described, 3)},
+        snapshot=SnapshotCommit(SnapshotId(3, step), (HOLDER,)),
+    )
+
+
+def begins(view: View, wall_s: float = 100.0) -> bool:
+    begun = begin_persist_if_due(view, [view.nodes["a"].record], wall_s)
+    assert isinstance(begun, Persist) or begun is None
+    return begun is not None
+
+
+@pytest.mark.parametrize(
+    ("stored", "step", "is_due"),
+    [
+        (None, 9, False), (None, 10, True), (None, 11, True), (10, 19, False), (10, 20, True),
+        (19, 20, True), (20, 20, False), (20, 29, False), (21, 20, False),
+    ],
+)  # fmt: skip
+def test_checkpoint_is_due_when_a_multiple_of_the_interval_was_passed_since_the_last(
+    stored: int | None, step: int, is_due: bool
+) -> None:
+    checkpoint = recorded(stored, 3) if stored is not None else None
+    assert begins(replace(training(step), checkpoint=checkpoint)) is is_due
+    # The last step is stored whatever the interval is, unless it is stored already.
+    finishing = replace(training(step, finishing=True), checkpoint=checkpoint)
+    assert begins(finishing) is (stored is None or step > stored)
+    behind = replace(finishing, snapshot=SnapshotCommit(SnapshotId(3, step), (HOLDER,)))
+    later = replace(behind.nodes["a"].record, step=step + 1)
+    assert begins(replace(behind, nodes={"a": JoinedNode(later, 3)})) is is_due
+
+
+def test_checkpoints_without_an_interval_are_stored_at_the_end_only() -> None:
+    assert not begins(training(10, checkpoint_every=None))
+    assert begins(training(10, checkpoint_every=None, finishing=True))
+    assert not begins(training(10, checkpoint_url=None))
+
+
+def test_pause_after_failures_to_store_doubles_up_to_five_minutes() -> None:
+    pauses_s = [retry_at_s(StoreFailure(4, "full", 100.0, count)) - 100.0 for count in range(1, 10)]
+    assert pauses_s == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0]
+
+
+@pytest.mark.parametrize(
+    ("failed_step", "finishing", "wall_s", "tries"),
+    [
+        (10, False, 105.0, True),
+        (10, False, 102.0, True),
+        (10, False, 101.9, False),
+        # The step that could not be stored is given up, unless it is the last one.
+        (20, False, 105.0, False),
+        (20, True, 105.0, True),
+        (20, True, 101.9, False),
+    ],
+)
+def test_what_could_not_be_stored_is_tried_again_with_a_later_step_or_at_the_end(
+    failed_step: int, finishing: bool, wall_s: float, tries: bool
+) -> None:
+    view = replace(
+        training(20, finishing=finishing), store_failure=StoreFailure(failed_step, "full", 100.0)
+    )
+    assert begins(view, wall_s) is tries
+
+
+@pytest.mark.parametrize(
+    ("failed", "stored_at_s", "count"),
+    [
+        (None, None, 1),
+        (None, 5.0, 1),
+        (StoreFailure(3, "full", 6.0, 2), None, 3),
+        (StoreFailure(3, "full", 6.0, 2), 5.0, 3),
+        (StoreFailure(3, "full", 6.0, 2), 6.0, 1),
+        (StoreFailure(3, "full", 6.0, 2), 7.0, 1),
+    ],
+)
+def test_failures_to_store_are_in_a_row_until_a_checkpoint_is_stored(
+    failed: StoreFailure | None, stored_at_s: float | None, count: int
+) -> None:
+    checkpoint = replace(recorded(3, 1), at_s=stored_at_s) if stored_at_s is not None else None
+    view = replace(STORING, store_failure=failed, checkpoint=checkpoint)
+    assert cancel_persist(view, REQUEST, "full").count == count
+
+
+def test_checkpoint_of_a_later_step_holds_an_earlier_one_too() -> None:
+    view = replace(STORING, checkpoint=recorded(5, 1))
+    assert [is_stored(view, step) for step in (4, 5, 6)] == [True, True, False]
+    assert not is_stored(STORING, 0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "failed", "stores"),
+    [(6, 6, True), (7, 0, False), (0, 7, False), (8, 0, False), (0, 8, False), (0, 0, True)],
+)
+def test_leaving_stores_what_is_newer_than_what_is_stored_and_than_what_could_not_be(
+    stored: int, failed: int, stores: bool
+) -> None:
+    view = replace(
+        training(7, leaving=True),
+        checkpoint=recorded(stored, 3) if stored else None,
+        store_failure=StoreFailure(failed, "full", 1.0) if failed else None,
+    )
+    record = view.nodes["a"].record
+    action = persist_before_leaving(view, [record], view.snapshot, 100.0)
+    assert isinstance(action, Persist) is stores
+    assert persist_before_leaving(view, [replace(record, leaving=False)], None, 100.0) is None

@@ -92,9 +92,18 @@ def test_finished_job_is_removed_only_while_nobody_has_joined_it() -> None:
         ("h:1", None, 1.0, True),
         ("h:1", True, 1.0, True),
         ("h:9", True, 1.0, None),
-        ("h:9", None, 11.0, None),
+        ("h:9", None, 10.0, False),
+        ("h:9", None, 10.1, None),
     ],
-    ids=["dead", "unknown", "itself", "itself though it answers", "alive", "unknown too long"],
+    ids=[
+        "dead",
+        "unknown",
+        "itself",
+        "itself though it answers",
+        "alive",
+        "unknown to the limit",
+        "unknown too long",
+    ],
 )
 def test_predecessor_is_revoked_only_if_it_is_dead(
     agent: str, lives: bool | None, waited_s: float, expected: bool | None

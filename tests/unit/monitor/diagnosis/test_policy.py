@@ -227,6 +227,82 @@ def test_verdict_that_was_gone_for_long_is_forgotten() -> None:
     assert not state.cases
 
 
+def hang_of(rank: int) -> Verdict:
+    return verdict(rank, Syndrome.NON_COMMUNICATION_HANG, math.inf, Advice.RESTART_WORKER)
+
+
+def test_the_default_budget_is_ten_restarts_an_hour_to_the_second() -> None:
+    policy = EnforcementPolicy(mode=Mode.RESTART, sustained_s=0.0)
+    hangs = [hang_of(rank) for rank in range(10)]
+    state, actions = decide(policy, EnforcementState(), hangs, NODES, 1.0, 5.0)
+    assert [action.kind for action in actions] == [ActionKind.RESTART_WORKER] * 10
+    state, (denied,) = decide(policy, state, [hang_of(10)], NODES, 1.0, 3604.9)
+    assert denied.reason == ("not done: 10 workers were restarted within 3600 s, the budget is 10")
+    _, (done,) = decide(policy, state, [hang_of(10)], NODES, 1.0, 3605.0)
+    assert (done.kind, done.ranks) == (ActionKind.RESTART_WORKER, (10,))
+
+
+def test_replacements_are_forgotten_after_the_window_to_the_second() -> None:
+    policy = EnforcementPolicy(mode=Mode.REPLACE, sustained_s=0.0, replacements=1, window_s=100.0)
+    first, second = verdict(0, cost_s=math.inf), verdict(2, cost_s=math.inf)
+    state, (action,) = decide(policy, EnforcementState(), [first], NODES, 1.0, 0.0)
+    assert action.nodes == ("n0",)
+    state, (denied,) = decide(policy, state, [second], NODES, 1.0, 99.0)
+    assert denied.reason == "not done: 1 nodes were replaced within 100 s, the budget is 1"
+    _, (action,) = decide(policy, state, [second], NODES, 1.0, 100.0)
+    assert action.nodes == ("n1",)
+
+
+@pytest.mark.parametrize(("nodes", "allowed"), [(1, 1), (20, 1), (39, 1), (40, 2), (100, 2)])
+def test_the_default_share_of_a_fleet_is_a_twentieth_and_one_node_at_least(
+    nodes: int, allowed: int
+) -> None:
+    assert max_replacements(POLICY, {rank: f"n{rank}" for rank in range(nodes)}) == allowed
+
+
+def test_verdict_of_just_enough_confidence_is_acted_upon() -> None:
+    policy = replace(POLICY, sustained_s=0.0)
+    just_enough = verdict(cost_s=math.inf, confidence=0.7)
+    _, (action,) = decide(policy, EnforcementState(), [just_enough], NODES, 1.0, 0.0)
+    assert action.kind is ActionKind.REPLACE_NODE
+
+
+def test_alert_on_a_verdict_that_still_holds_is_repeated_every_hour() -> None:
+    policy = EnforcementPolicy(sustained_s=0.0)
+    readings = [(float(now), [verdict()]) for now in range(0, 7201, 30)]
+    alert = ActionKind.ALERT
+    assert kinds(policy, readings) == [(0.0, alert), (3600.0, alert), (7200.0, alert)]
+
+
+def test_a_clock_that_goes_back_is_taken_to_stand_still() -> None:
+    state, _ = decide(POLICY, EnforcementState(), [verdict()], NODES, 1.0, 100.0)
+    state, actions = decide(POLICY, state, [verdict()], NODES, 1.0, 50.0)
+    assert (state.now_s, actions) == (100.0, ())
+    _, actions = decide(POLICY, state, [verdict()], NODES, 1.0, 101.0)
+    assert [action.kind for action in actions] == [ActionKind.ALERT]
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "step_s", "lost_s"),
+    [(0.5, 2.0, 5.0), (3.0, 2.0, 20.0), (0.5, 0.0, 0.0), (-1.0, 2.0, 0.0), (0.5, 0.5, 20.0)],
+)
+def test_a_job_loses_its_share_of_a_step_and_never_more_than_all_of_it(
+    cost_s: float, step_s: float, lost_s: float
+) -> None:
+    state = EnforcementState()
+    for now_s in (0.0, 20.0):
+        state, _ = decide(POLICY, state, [verdict(cost_s=cost_s)], NODES, step_s, now_s)
+    (case,) = state.cases.values()
+    assert case.lost_s == lost_s
+
+
+def test_rank_whose_node_is_unknown_is_not_replaced() -> None:
+    lost = replace(verdict(cost_s=math.inf), subject=Subject("rank", (99,)))
+    policy = replace(POLICY, sustained_s=0.0)
+    _, (action,) = decide(policy, EnforcementState(), [lost], NODES, 1.0, 0.0)
+    assert (action.kind, action.nodes) == (ActionKind.ALERT, ())
+
+
 VERDICTS = st.builds(
     Verdict,
     subject=st.one_of(
