@@ -20,6 +20,7 @@ from keepstep.checkpoint.memory.snapshot_table import (
     complete_adoption,
     discard,
     fence,
+    has_buffer,
     open_generation,
     pin,
     seal,
@@ -186,6 +187,68 @@ def test_tables_that_break_an_invariant_are_refused() -> None:
         check_change(committed, replace(committed, committed=SnapshotId(1, 0)))
     with pytest.raises(SnapshotInvariantViolated, match="never go back"):
         check_change(committed, replace(committed, generation=0))
+
+
+def test_a_fence_is_never_lowered() -> None:
+    table = fence(fence(open_generation(SnapshotTable(), 2), 2), 1)
+    with pytest.raises(SnapshotUnavailable, match="may be garbage"):
+        begin(table, SnapshotId(2, 1), 0, 100, PLENTY)
+
+
+def test_a_shard_is_sealed_once_and_only_after_it_was_begun() -> None:
+    table = open_generation(SnapshotTable(), 1)
+    with pytest.raises(SnapshotUnavailable, match="was not begun"):
+        seal(table, SnapshotId(1, 1), 0)
+    table = taken(table, 1)
+    with pytest.raises(SnapshotUnavailable, match="was not begun"):
+        seal(table, SnapshotId(1, 1), 0)
+    assert abandon(table, SnapshotId(1, 1), 0) is table, "what is sealed is not abandoned"
+    assert abandon(table, SnapshotId(1, 2), 0) is table
+    with pytest.raises(SnapshotUnavailable, match="step 2 of generation 1 is not held here"):
+        pin(table, SnapshotId(1, 2))
+
+
+def test_a_committed_snapshot_is_not_begun_again() -> None:
+    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
+    with pytest.raises(SnapshotUnavailable, match="that of step 1 is sealed"):
+        begin(table, SnapshotId(1, 1), 0, 100, PLENTY)
+
+
+@pytest.mark.parametrize(
+    ("free", "nbytes", "used"),
+    [
+        ([99, 100, 101], 100, 100),
+        ([99], 100, None),
+        ([2 * 100 + 2**20], 100, 2 * 100 + 2**20),
+        # So much larger than the shard that another one may need it.
+        ([2 * 100 + 2**20 + 1], 100, None),
+        ([2**21 + 300, 2**20], 100, 2**20),
+    ],
+)
+def test_a_shard_is_given_the_smallest_free_buffer_that_is_not_much_too_large(
+    free: list[int], nbytes: int, used: int | None
+) -> None:
+    buffers = dict(enumerate(free, 1))
+    table = SnapshotTable(generation=1, free=buffers, next_buffer=len(free) + 1)
+    assert has_buffer(table, nbytes) == (used is not None)
+    # Only new memory needs to be there.
+    available = 0 if used is not None else PLENTY
+    table, held = begin(table, SnapshotId(1, 1), 0, nbytes, available)
+    assert held.capacity == (used or nbytes)
+    assert held.buffer == (free.index(used) + 1 if used is not None else len(free) + 1)
+    left = sorted(capacity for capacity in free if capacity != used)
+    # With new memory, what is too small for this job is given back.
+    assert sorted(table.free.values()) == [c for c in left if used is not None or c >= nbytes]
+    assert table.nbytes == held.capacity + sum(table.free.values())
+
+
+def test_two_buffers_a_rank_are_kept_the_smallest_ones() -> None:
+    table = taken(taken(open_generation(SnapshotTable(), 1), 1), 1, rank=1)
+    table = replace(table, free={7: 300, 8: 200, 9: 400, 10: 100}, next_buffer=11)
+    table = commit(table, SnapshotId(1, 1))
+    assert dict(table.free) == {8: 200, 10: 100}
+    empty = replace(SnapshotTable(), free={1: 100}, next_buffer=2)
+    assert commit(empty, SnapshotId(1, 1)).free == {1: 100}
 
 
 events = st.lists(

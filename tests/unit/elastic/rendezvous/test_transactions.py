@@ -1,5 +1,6 @@
 """Claims about the conditions under which members write."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,7 @@ from keepstep.elastic.rendezvous.records import (
     Result,
     SnapshotCommit,
 )
+from keepstep.elastic.rendezvous.transactions import Operation
 from keepstep.elastic.rendezvous.view import Keys, View
 from keepstep.elastic.store.contract import Created, Modified, Put
 
@@ -125,3 +127,34 @@ def test_removal_and_restart_requests_depend_on_what_was_read() -> None:
     assert done.conditions == (
         Created(KEYS.node("a"), 3), Modified(KEYS.single("generation"), 4)
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", ["operations", "nbytes"])
+def test_members_are_written_in_as_few_transactions_as_the_limits_allow(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = tuple(Member(f"{n}", f"host-{n}", 2, 2 * n, "h:1", "tcp:h:2") for n in range(40 * 64))
+    action = Open(Generation(2, members, "h", 5, "start"))
+    view = replace(VIEW, members={})
+    (whole,) = transactions.lead(KEYS, view, 3, action, wall_s=110.0)
+    others = [o for o in whole.operations if not o.key.startswith(KEYS.chunk())]
+
+    def nbytes(operations: Sequence[Operation]) -> int:
+        return sum(len(o.key) + len(getattr(o, "value", b"")) for o in operations)
+
+    if limit == "operations":
+        # Three transactions to the last operation: 15, 15 and 10 chunks beside the documents.
+        monkeypatch.setattr(transactions, "MAX_OPERATIONS", len(others) + 15)
+        parts = transactions.lead(KEYS, view, 3, action, wall_s=110.0)
+        assert [len(part.operations) for part in parts] == [15, 15, 10 + len(others)]
+    else:
+        chunks = [o for o in whole.operations if o.key.startswith(KEYS.chunk())]
+        # The first seven are as large as the limit, to the byte.
+        monkeypatch.setattr(transactions, "MAX_NBYTES", nbytes(others) + nbytes(chunks[:7]))
+        parts = transactions.lead(KEYS, view, 3, action, wall_s=110.0)
+        assert len(parts[0].operations) == 7
+        sizes = [nbytes(part.operations) for part in parts[:-1]]
+        assert max(sizes) <= nbytes(chunks[:7])
+        assert min(sizes) > nbytes(chunks[:6])
+    assert [o for part in parts for o in part.operations] == list(whole.operations)
+    assert {part.conditions for part in parts} == {whole.conditions}
