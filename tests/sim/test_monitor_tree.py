@@ -114,14 +114,13 @@ class Tree:
         reader = None
         if name in NODES:
             # The first generation is almost done when it ends.
-            first_s, second_s = (
-                (BEGAN_S - 2, 0.0)
-                if self.renewed_s == float("inf")
-                else (BEGAN_S - 24, self.renewed_s)
-            )
             first, second = (
                 SampleReader(self.plan, began_s, name, NODES[name], clock=lambda: self.now_s)
-                for began_s in (first_s, second_s)
+                for began_s in (
+                    (BEGAN_S - 2, BEGAN_S - 2)
+                    if self.renewed_s == float("inf")
+                    else (BEGAN_S - 24, self.renewed_s)
+                )
             )
             # Nodes become ready one after the other.
             reader = Renewed(

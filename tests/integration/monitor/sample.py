@@ -6,6 +6,7 @@ by then; those that have not ended are open.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class Plan:
     ranks: int = 8
     steps: int = 200
     step_s: float = 0.25
-    slow: dict[int, float] = field(default_factory=dict)  # rank -> factor of its compute
+    slow: dict[int, float] = field(default_factory=dict, hash=False)  # rank -> factor of compute
     slow_from: int = 1
     hang: tuple[int, int] | None = None  # rank, step in whose forward it stops
     neighbours: bool = True  # sends and receives around the ring
@@ -42,8 +43,12 @@ class Plan:
     seed: int = 1
 
 
+@functools.lru_cache(maxsize=8)
 def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]:
-    """Return every rank's records with their ends, which are infinite where there is none."""
+    """Return every rank's records with their ends, which are infinite where there is none.
+
+    Readers of one plan share them: every node and every daemon that begins anew has a reader.
+    """
     rng = np.random.default_rng(plan.seed)
     group = Communicator(WORLD, "world", tuple(range(plan.ranks)))
     rows: list[list[tuple[object, ...]]] = [[] for _ in range(plan.ranks)]
@@ -134,6 +139,7 @@ def _records(rows: Sequence[tuple[object, ...]]) -> np.ndarray:
     for operation in (True, False):
         lane = (records["kind"] == Kind.OPERATION) == operation
         records["stamp"][lane] = 2 * np.arange(1, lane.sum() + 1)
+    records.flags.writeable = False
     return records
 
 
