@@ -524,6 +524,29 @@ def test_living_agent_of_the_same_name_keeps_its_lease(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("agent", "lives", "stays"),
+    [("h:9", False, False), ("h:9", None, True), (RECORD.agent, None, False)],
+)
+def test_lease_of_a_predecessor_is_revoked_only_if_its_agent_is_certainly_gone(
+    agent: str, lives: bool | None, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def probed(_: NodeRecord) -> bool | None:
+        return lives
+
+    monkeypatch.setattr("keepstep.elastic.agent.membership.probe", probed)
+    monkeypatch.setattr("keepstep.elastic.agent.membership._PREDECESSOR_POLL_S", 0.0)
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        other = membership_of(store, replace(RECORD, agent=agent))
+        await other.join()
+        await membership_of(store, RECORD)._await_predecessor(other.record, 0.0)
+        assert bool((await store.read(Keys("job").node("a"))).items) is stays
+
+    asyncio.run(scenario())
+
+
 def test_record_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     def told() -> list[str]:
         return [text.split()[0] for text in caplog.messages if "counts as absent" in text]
