@@ -253,6 +253,22 @@ def test_replacements_are_forgotten_after_the_window_to_the_second() -> None:
     assert action.nodes == ("n1",)
 
 
+def test_a_node_is_not_replaced_a_second_time_within_the_window_but_another_one_is() -> None:
+    policy = replace(POLICY, sustained_s=0.0)
+    state, (first,) = decide(
+        policy, EnforcementState(), [verdict(4, cost_s=math.inf)], NODES, 1.0, 0.0
+    )
+    assert first.nodes == ("n2",)
+    # The verdict was gone for so long that it is forgotten.
+    state, _ = decide(policy, state, [], NODES, 1.0, 100.0)
+    state, (denied,) = decide(policy, state, [verdict(5, cost_s=math.inf)], NODES, 1.0, 200.0)
+    assert denied.kind is ActionKind.ALERT
+    assert "was replaced already" in denied.reason
+    for rank, node in ((2, "n1"), (6, "n3")):
+        _, actions = decide(policy, state, [verdict(rank, cost_s=math.inf)], NODES, 1.0, 200.0)
+        assert [action.nodes for action in actions] == [(node,)]
+
+
 @pytest.mark.parametrize(("nodes", "allowed"), [(1, 1), (20, 1), (39, 1), (40, 2), (100, 2)])
 def test_the_default_share_of_a_fleet_is_a_twentieth_and_one_node_at_least(
     nodes: int, allowed: int
