@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,12 @@ def test_readme_is_short() -> None:
 def test_every_guide_is_linked_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [p.name for p in ROOT.glob("docs/*.md") if f"docs/{p.name}" not in readme] == []
+
+
+def test_range_of_pytorch_is_that_which_the_limits_name_as_tried() -> None:
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (name for name in project["dependencies"] if name.startswith("torch>"))
+    (tried,) = re.findall(r"^- Linux only\. (PyTorch .*\n(?:  .*\n)*)", limits, re.MULTILINE)
+    minors = [int(minor) for minor in re.findall(r"\b2\.(\d+)", tried)]
+    assert torch == f"torch>=2.{min(minors)},<2.{max(minors) + 1}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,11 +12,22 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent import supervisor
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from keepstep.elastic.agent.participation import Participation
-from keepstep.elastic.rendezvous.records import CheckpointRecord, Generation, Member
+from keepstep.elastic.cli.main import run
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
+from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
+    Generation,
+    Member,
+    PersistRequest,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.worker.messages import AbortOrdered, AgentMessage, Command, CommandKind
 from tests.unit.elastic.agent.test_participation import participating
+from tests.unit.elastic.agent.test_supervisor import spawning
 from tests.unit.elastic.agent.test_worker_group import JOIN, places, play
 
 DRAIN = """
@@ -27,6 +40,9 @@ while not session.is_aborting(1) or not Path(GATE).exists():
 session.report(Drained(generation=1))
 time.sleep(600)
 """
+
+
+DRAIN_TIMEOUT_S = {option.name: option.default for option in run.params}["drain_timeout"]
 
 
 class Node:
@@ -119,5 +135,61 @@ def test_workers_of_a_new_generation_are_told_what_is_stored(
             await node.until(lambda: node.group.workers[0].has_joined)
             await part._snapshots.follow()
             assert node.group.workers[0].stored == (30, 1)
+
+    play(scenario())
+
+
+def test_worker_in_a_guard_is_killed_once_its_node_may_drain_no_longer_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has failed, so the node waits for an evaluation as long as docs/limits.md says."""
+    monkeypatch.setattr(supervisor, "_spawn", spawning("sleep", "600"))
+
+    async def scenario() -> None:
+        async with participating(tmp_path) as participation:
+            follower, node = participation._follower, participation._node
+            node.config = replace(node.config, drain_timeout_s=DRAIN_TIMEOUT_S)
+            await node.worker_group.enter(places(1, 1))
+            worker = node.worker_group.workers[0]
+            worker.has_joined = True
+            for _ in range(3):
+                await follower._drain(1, abort=False)
+            until_s = node.worker_group.drain_until_s
+            assert until_s is not None
+            assert 200.0 < until_s - time.monotonic() <= 300.0
+            assert not worker.is_stopping
+            node.worker_group._drain_until_s = time.monotonic()
+            await follower._drain(1, abort=False)
+            await worker._exited.wait()
+            assert worker.code == -signal.SIGKILL
+
+    play(scenario())
+
+
+def test_node_begins_to_store_a_snapshot_before_it_passes_on_a_newer_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit frees what is to be stored."""
+    calls: list[str] = []
+
+    class Server:
+        address, sealed, protected = "unix:/none", (), ()
+
+        async def persist(self, attempt: PartAttempt) -> None:
+            calls.append(f"persist {attempt.request.commit.snapshot.step}")
+
+        async def commit(self, snapshot: SnapshotId) -> None:
+            calls.append(f"commit {snapshot.step}")
+
+    async def scenario() -> None:
+        async with participating(tmp_path) as participation:
+            monkeypatch.setattr(NodeSnapshots, "server", property(lambda _: Server()))
+            member = Member("a", "h", 1, 0, "h:1", Server.address)
+            asked, newer = (SnapshotCommit(SnapshotId(0, step), (member,)) for step in (6, 7))
+            request = PersistRequest(asked, "/checkpoint", 0.0, "ab")
+            membership = participation._node.membership
+            membership.view = View(snapshot=newer, persist=request, revisions={"persist": 3})
+            await participation._snapshots.follow()
+            assert calls == ["persist 6", "commit 7"]
 
     play(scenario())

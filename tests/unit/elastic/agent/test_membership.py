@@ -608,6 +608,35 @@ def test_leader_tells_what_it_waits_for_whenever_that_changes(
     assert here == ["1", "2", "1"]
 
 
+def test_leader_tells_what_it_waits_for_once_though_other_decisions_come_between(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as commits, which come at every snapshot while nodes warm up."""
+    soon = ["1 nodes join soon", "2 nodes join soon"]
+    decided, is_told = iter([soon[0], "", soon[0], "", soon[1], "", soon[1]]), asyncio.Event()
+
+    def decide(*_: object) -> Decision:
+        message = next(decided, None)
+        if message is None:
+            is_told.set()
+            return Decision(LeaderState())
+        return Decision(LeaderState(), again_at_s=time.monotonic(), message=message)
+
+    async def scenario() -> None:
+        member = membership_of(MemoryStore(), RECORD)
+        await member.join()
+        leading = asyncio.create_task(member.run())
+        async with asyncio.timeout(patient(10)):
+            await is_told.wait()
+        leading.cancel()
+        await asyncio.wait([leading])
+
+    monkeypatch.setattr("keepstep.elastic.agent.membership.decide", decide)
+    with caplog.at_level("INFO", logger="keepstep"):
+        asyncio.run(scenario())
+    assert [text for text in caplog.messages if text in soon] == soon
+
+
 def test_member_that_has_lost_the_lead_decides_no_more() -> None:
     async def scenario() -> None:
         async with running(MemoryStore(), "ab") as job:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keepstep
+from keepstep.elastic.data import partition_batches
 from keepstep.elastic.data.collation import ShareCollate
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Source
@@ -397,3 +398,22 @@ def test_impossible_sources_are_refused_and_the_message_says_what_to_do() -> Non
     for make, message in impossible:
         with pytest.raises(UsageError, match=message):
             make()
+
+
+@pytest.mark.parametrize(("asked", "has_accelerator"), [(True, True), (True, False), (False, True)])
+def test_batches_of_a_source_are_pinned_if_asked_for_and_there_is_an_accelerator(
+    asked: bool, has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, once they are whole: a loader process gives only a piece of a share."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    monkeypatch.setattr(partition_batches, "pin_memory", lambda batch: ("pinned", batch))
+    source = sharded("a", [8])
+    batches, pinned = (
+        DataPass(0, 0, 11, source, 4, steps=2, collate=repr, loader_options=options)
+        for options in ({}, {"pin_memory": asked})
+    )
+    expected = list(batches.from_position(Position(), 0, 1))
+    assert len(expected) == 2
+    if asked and has_accelerator:
+        expected = [("pinned", batch) for batch in expected]
+    assert list(pinned.from_position(Position(), 0, 1)) == expected

@@ -1,6 +1,11 @@
 """Claims about reading the coordinator: its keys are a view, or an error that says what to do."""
 
+import enum
 import tracemalloc
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 import msgspec
@@ -55,6 +60,30 @@ def test_arbitrary_bytes_are_a_record_or_a_usage_error(kind: type[Record], data:
     except UsageError:
         return
     assert kind.decode(decoded.encode()) == decoded
+
+
+def simplest(hint: Any) -> Any:
+    """Return the JSON of a simplest value of a type: of records, the fields that they require."""
+    origin = typing.get_origin(hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        required = [f.name for f in fields(hint) if f.default is f.default_factory is MISSING]
+        return {name: simplest(hints[name]) for name in required}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return next(iter(hint)).value
+    if origin is types.UnionType:
+        return simplest(typing.get_args(hint)[0])
+    if origin is tuple:
+        return [simplest(typing.get_args(hint)[0])]
+    return {} if origin is Mapping else hint()
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_fields_that_a_newer_version_has_added_are_ignored(kind: type[Record]) -> None:
+    known = kind.from_json(simplest(kind))
+    newer = {**known.to_json(), "of_a_newer_version": {"nested": [1]}}
+    assert kind.from_json(newer) == known
+    assert kind.decode(msgspec.json.encode(newer)) == known
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)

@@ -1,5 +1,8 @@
 """Claims about reports: the leader decides once the last member's has come."""
 
+from dataclasses import replace
+from typing import NoReturn
+
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.records import Generation, Member, NodeReport
 from keepstep.elastic.rendezvous.reports import Reports
@@ -41,3 +44,23 @@ def test_newest_report_of_a_node_is_kept_and_old_snapshots_are_forgotten() -> No
         received.receive(report_of("a", step))
     assert received.newest == {"a": report_of("a", 99)}
     assert len(received._nodes) < 10
+
+
+def test_report_costs_the_same_at_any_number_of_nodes() -> None:
+    """How many members there are is asked for, and never who."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("a report is looked at beside all others")
+
+    class Members(tuple[Member, ...]):
+        __iter__ = __contains__ = __getitem__ = refuse
+
+    class Newest(dict[str, NodeReport]):
+        __iter__ = __getitem__ = keys = values = items = refuse
+
+    generation, received = replace(GENERATION, members=Members(MEMBERS)), Reports()
+    received._newest = Newest()
+    for node in "abc":
+        report = report_of(node, 4)
+        received.receive(report)
+        assert received.completes(report, generation) == (node == "c")

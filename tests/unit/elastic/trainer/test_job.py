@@ -9,7 +9,7 @@ import functools
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn, cast
@@ -219,6 +219,26 @@ def test_copy_that_is_complete_when_its_generation_is_aborted_is_not_sealed(
         assert running.server.sealed == []
         assert job.world.generation == 2
         assert running.step().completed
+
+
+def test_what_was_compiled_is_compiled_anew_in_the_next_generation(running: Running) -> None:
+    """It would find the new process groups by the names of the old ones."""
+    compiled_in: list[int] = []
+
+    def back_end(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled_in.append(running.job.world.generation)
+        return graph.forward
+
+    doubled = torch.compile(lambda value: 2 * value, backend=back_end)
+    running.job._copies_synchronously = True
+    with running.job as job:
+        for _ in range(2):
+            doubled(torch.ones(1))
+        assert not running.step(aborts=True).completed
+        assert job.world.generation == 2
+        doubled(torch.ones(1))
+        assert running.step().completed
+    assert compiled_in == [1, 2]
 
 
 def test_refused_copy_of_a_generation_that_goes_on_is_an_error_of_the_job(

@@ -1,0 +1,16 @@
+"""Claims about what the user reads of a leader's actions."""
+
+import pytest
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent.action_log import log_action
+from keepstep.elastic.rendezvous.actions import Publish
+from keepstep.elastic.rendezvous.records import PersistRequest, SnapshotCommit
+from keepstep.elastic.rendezvous.view import View
+
+
+def test_stored_step_is_told_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
+    request = PersistRequest(SnapshotCommit(SnapshotId(2, 30)), "s3://bucket/run7", 0.0, "ab")
+    with caplog.at_level("INFO", logger="keepstep"):
+        log_action(Publish(request, (), 1), View())
+    assert caplog.messages == ["step 30 is stored in s3://bucket/run7"]
