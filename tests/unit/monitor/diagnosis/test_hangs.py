@@ -1,6 +1,7 @@
 """Tests what is a hang and what is not, and which rank is the root cause."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from keepstep.monitor.diagnosis.conclusion import (
     diagnose,
 )
 from keepstep.monitor.diagnosis.digest import digest
+from keepstep.monitor.diagnosis.hangs import find_hangs
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
-from keepstep.monitor.diagnosis.standstill import FrontierIndex
-from keepstep.monitor.diagnosis.tables import FRONTIER
-from keepstep.monitor.diagnosis.thresholds import Thresholds
-from keepstep.monitor.records import Ending, Operation
+from keepstep.monitor.diagnosis.standstill import FrontierIndex, HangInputs
+from keepstep.monitor.diagnosis.tables import FRONTIER, RANK
+from keepstep.monitor.diagnosis.thresholds import HangThresholds, Thresholds
+from keepstep.monitor.records import Communicator, Ending, Operation
 from keepstep.monitor.verdicts import Advice, Verdict
 from tests.unit.monitor.diagnosis.trace_text import Trace, parse
 
@@ -201,6 +203,53 @@ def test_frontiers_of_a_communicator_are_found(communicators: list[int], wanted:
     frontiers["communicator"] = communicators
     expected = [place for place, identity in enumerate(communicators) if identity == wanted]
     assert FrontierIndex(frontiers).places_of(wanted).tolist() == expected
+
+
+def looked_at(pairs: int) -> int:
+    """Return how many frontiers are looked at if all ranks are in pairs, and all pairs stuck."""
+    count = 0
+
+    class Counted(np.ndarray):
+        """A table, or a column of it."""
+
+        def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+            nonlocal count
+            count += max(np.size(value) for value in inputs)
+            return getattr(function, method)(*map(np.asarray, inputs), **options)
+
+        def argsort(self, *arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += self.size
+            return np.asarray(self).argsort(*arguments, **options)
+
+    size = 2 * pairs
+    ranks, frontiers = np.zeros(size, RANK), np.zeros(size, FRONTIER)
+    ranks["rank"] = frontiers["rank"] = np.arange(size)
+    ranks["alive"], ranks["phase"], ranks["read_at_s"] = True, -1, 1000.0
+    frontiers["communicator"] = frontiers["rank"] // 2
+    frontiers["peer"], frontiers["entered"], frontiers["began"], frontiers["open"] = -1, 5, 5, 5
+    verdicts = find_hangs(
+        HangInputs(
+            ranks=ranks,
+            frontiers=frontiers.view(Counted),
+            communicators={
+                pair: Communicator(pair, f"pair {pair}", (2 * pair, 2 * pair + 1))
+                for pair in range(pairs)
+            },
+            nodes=dict.fromkeys(range(size), "a"),
+            unread_s=np.zeros(size),
+            stopped=frozenset(),
+            step_s=1.0,
+        ),
+        HangThresholds(),
+    )
+    assert len(verdicts) == pairs
+    return count
+
+
+def test_cost_of_a_standstill_does_not_grow_with_the_square_of_the_ranks() -> None:
+    """A look at all frontiers for each stuck operation would take sixteen times as long."""
+    assert looked_at(pairs=64) < 5 * looked_at(pairs=16)
 
 
 def test_stopped_process_is_named_if_all_have_begun_the_operation() -> None:
