@@ -20,6 +20,7 @@ from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from tests.patience import patient
 
 NOW_S = 1.7e9
 
@@ -75,7 +76,7 @@ def test_a_late_writer_of_the_same_step_changes_nothing_that_is_committed(
 
     def be_late() -> None:
         is_late.set()
-        assert is_committed.wait(60)
+        assert is_committed.wait(patient(60))
 
     storage = ActingStorage(open_storage(url), method, be_late, after=False)
     errors: list[Exception] = []
@@ -89,7 +90,7 @@ def test_a_late_writer_of_the_same_step_changes_nothing_that_is_committed(
     monkeypatch.setattr(api, "open_storage", lambda url: storage)
     late = threading.Thread(target=save_late)
     late.start()
-    assert is_late.wait(60)
+    assert is_late.wait(patient(60))
     monkeypatch.setattr(api, "open_storage", open_storage)
     checkpoint.save(url, state(2.0), step=1)
     is_committed.set()
@@ -137,11 +138,11 @@ def test_an_attempt_that_is_committed_between_listing_and_deleting_stays(
 
     def collect() -> None:
         collecting.start()
-        assert has_listed.wait(60)
+        assert has_listed.wait(patient(60))
 
     def wait_for_commit() -> None:
         has_listed.set()
-        assert is_committed.wait(60)
+        assert is_committed.wait(patient(60))
 
     has_listed, is_committed = threading.Event(), threading.Event()
     listing = ActingStorage(open_storage(url), "read", wait_for_commit, after=True)
@@ -153,7 +154,7 @@ def test_an_attempt_that_is_committed_between_listing_and_deleting_stays(
     monkeypatch.setattr(api, "open_storage", lambda url: creating)
     checkpoint.save(url, state(2.0), step=1)
     is_committed.set()
-    collecting.join(60)
+    collecting.join(patient(60))
     assert_holds(url, 2.0)
 
 

@@ -35,6 +35,7 @@ from tests.integration.checkpoint.test_layout_changes import (
     sharded,
     step_once,
 )
+from tests.patience import patient
 from tests.ranks import process_of
 
 LIMIT_S = 120.0
@@ -61,7 +62,7 @@ class Ranks:
     pipes: list[Connection]
 
     def receive(self, rank: int) -> Any:
-        assert self.pipes[rank].poll(LIMIT_S), f"rank {rank} says nothing"
+        assert self.pipes[rank].poll(patient(LIMIT_S)), f"rank {rank} says nothing"
         return self.pipes[rank].recv()
 
 
@@ -95,12 +96,12 @@ def save_irregular(rank: int, root: Path, pipe: Any) -> None:
     model = sharded("fsdp+tp", reference())
     state = {"model": model, "optimizer": step_once(model), "of": f"rank {rank}"}
     with checkpoint.Saver() as saver:
-        saver.save(f"{root}/run", state, step=7).wait(LIMIT_S)
+        saver.save(f"{root}/run", state, step=7).wait(patient(LIMIT_S))
         handle = saver.save(f"{root}/run", state, step=8)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        handle.wait(LIMIT_S)
+        handle.wait(patient(LIMIT_S))
     checkpoint.save(f"{root}/blocking", state, step=8)
 
 
@@ -147,9 +148,9 @@ def fail_on_rank_1(rank: int, root: Path, pipe: Any) -> None:
         # Training goes on, with collectives.
         dist.all_reduce(state["x"])
         with pytest.raises(CheckpointError) as caught:
-            failed.wait(LIMIT_S)
+            failed.wait(patient(LIMIT_S))
         handle = saver.save(f"{root}/run", state, step=2)
-        handle.wait(LIMIT_S)
+        handle.wait(patient(LIMIT_S))
         is_of_another_rank = isinstance(caught.value, RankFailed)
         pipe.send((is_of_another_rank, str(caught.value), str(handle.previous_error)))
 
@@ -179,15 +180,15 @@ def hold_rank_1(rank: int, root: Path, pipe: Any) -> None:
 def hold(held: int, rank: int, root: Path, pipe: Any) -> None:
     """Save twice; the second time the writer of one rank is stopped."""
     state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
-    saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
-    saver.save(f"{root}/run", state, step=1).wait(LIMIT_S)
+    saver = checkpoint.Saver(peer_timeout_s=patient(PEER_TIMEOUT_S))
+    saver.save(f"{root}/run", state, step=1).wait(patient(LIMIT_S))
     assert saver.writer_pid is not None
     if rank == held:
         os.kill(saver.writer_pid, signal.SIGSTOP)
     handle = saver.save(f"{root}/run", state, step=2)
     pipe.send(saver.writer_pid)
     with pytest.raises(CheckpointError) as caught:
-        handle.wait(LIMIT_S)
+        handle.wait(patient(LIMIT_S))
     pid = saver.writer_pid
     saver.close()
     pipe.send((str(caught.value), pid is not None and psutil.pid_exists(pid)))
@@ -205,7 +206,7 @@ def test_a_rank_that_dies_fails_the_save_of_the_others_and_leaves_nothing(
         assert not is_left
         for pid in writers:
             if psutil.pid_exists(pid):
-                psutil.Process(pid).wait(LIMIT_S)
+                psutil.Process(pid).wait(patient(LIMIT_S))
     assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]
 
 
@@ -244,7 +245,7 @@ def store_of_another_process() -> Iterator[tuple[int, BaseProcess]]:
     process = process_of(serve_store, other)
     process.start()
     try:
-        assert own.poll(LIMIT_S), "the store is not served"
+        assert own.poll(patient(LIMIT_S)), "the store is not served"
         yield own.recv(), process
     finally:
         process.kill()
@@ -254,14 +255,14 @@ def store_of_another_process() -> Iterator[tuple[int, BaseProcess]]:
 def save_when_told(rank: int, root: Path, pipe: Any) -> None:
     """Save; save again when told to, which fails; and end."""
     state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
-    saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
-    saver.save(f"{root}/run", state, step=1).wait(LIMIT_S)
+    saver = checkpoint.Saver(peer_timeout_s=patient(PEER_TIMEOUT_S))
+    saver.save(f"{root}/run", state, step=1).wait(patient(LIMIT_S))
     pipe.send("saved")
     pipe.recv()
     for step in (2, 3):
         handle = saver.save(f"{root}/run", state, step=step)
         with pytest.raises(CheckpointError) as caught:
-            handle.wait(LIMIT_S / 3)
+            handle.wait(patient(LIMIT_S) / 3)
         pipe.send(str(caught.value))
     saver.close()
 

@@ -36,6 +36,7 @@ from keepstep.checkpoint.saving.save_plan import plan_save
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
 from tests.integration.checkpoint.tied import Tied, trained
+from tests.patience import patient
 
 LIMIT_S = 60.0
 
@@ -92,7 +93,7 @@ def test_a_model_and_its_optimizer_are_saved_exactly(
 ) -> None:
     model, optimizer = trained(0)
     handle = saver.save(str(tmp_path), {"model": model, "optimizer": optimizer, "epoch": 4}, step=3)
-    handle.wait(LIMIT_S)
+    handle.wait(patient(LIMIT_S))
     assert handle.done()
     assert handle.error is None
     other = Tied()
@@ -110,7 +111,7 @@ def test_save_returns_before_anything_is_written_and_later_writes_do_not_show(
     tmp_path: Path, saver: checkpoint.Saver
 ) -> None:
     values = state(1.0)
-    saver.save(str(tmp_path), values, step=1).wait(LIMIT_S)
+    saver.save(str(tmp_path), values, step=1).wait(patient(LIMIT_S))
     for tensor in values.values():
         tensor.fill_(2.0)
     with stopped(saver):
@@ -121,12 +122,12 @@ def test_save_returns_before_anything_is_written_and_later_writes_do_not_show(
         with pytest.raises(TimeoutError, match="step 2 is not stored after 0 s"):
             handle.wait(0)
         assert [stored.step for stored in list_steps(str(tmp_path))] == [1]
-    handle.wait(LIMIT_S)
+    handle.wait(patient(LIMIT_S))
     assert_equal(loaded(tmp_path, 2), state(2.0))
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, saver: checkpoint.Saver) -> None:
-    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
     first_was_done: list[bool] = []
 
     class Spy(dict[str, Any]):
@@ -144,8 +145,8 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, saver: checkpoint.Sav
         )
         thread.start()
         assert not first_was_done
-    thread.join(LIMIT_S)
-    second[0].wait(LIMIT_S)
+    thread.join(patient(LIMIT_S))
+    second[0].wait(patient(LIMIT_S))
     assert first_was_done
     assert all(first_was_done)
     assert_equal(loaded(tmp_path, 2), state(2.0))
@@ -155,15 +156,15 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, saver: checkpoint.Sav
 def test_a_killed_writer_fails_its_save_and_the_next_one_has_another(
     tmp_path: Path, saver: checkpoint.Saver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
     with stopped(saver) as pid:
         handle = saver.save(str(tmp_path), state(2.0), step=2)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(CheckpointError, match=r"writes checkpoints ended \(signal 9"):
-            handle.wait(LIMIT_S)
+            handle.wait(patient(LIMIT_S))
     with caplog.at_level(logging.WARNING, "keepstep"):
         following = saver.save(str(tmp_path), state(3.0), step=3)
-    following.wait(LIMIT_S)
+    following.wait(patient(LIMIT_S))
     assert "step 2 was not stored: rank 0" in str(following.previous_error)
     assert "step 2 was not stored: rank 0" in caplog.text
     assert pid_of_writer(saver) != pid
@@ -188,9 +189,9 @@ def test_a_tensor_written_during_the_copy_is_named(tmp_path: Path, saver: checkp
         ends.set()
         thread.join()
     with pytest.raises(StateChanged, match="hot was written to while step 1 was being copied"):
-        handle.wait(LIMIT_S)
+        handle.wait(patient(LIMIT_S))
     assert list_steps(str(tmp_path)) == ()
-    saver.save(str(tmp_path), values, step=2).wait(LIMIT_S)
+    saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
 
 
 def test_versions_tell_what_was_written_since(tmp_path: Path, saver: checkpoint.Saver) -> None:
@@ -212,13 +213,13 @@ def test_the_plan_is_made_again_only_when_the_layout_changes(
 
     monkeypatch.setattr(saver_module, "plan_save", counting)
     for step in (1, 2):
-        saver.save(str(tmp_path), state(float(step)), step=step).wait(LIMIT_S)
+        saver.save(str(tmp_path), state(float(step)), step=step).wait(patient(LIMIT_S))
     assert len(planned) == 1
     grown = {**state(3.0), "more": torch.full((1000, 1000), 3.0)}
-    saver.save(str(tmp_path), grown, step=3).wait(LIMIT_S)
+    saver.save(str(tmp_path), grown, step=3).wait(patient(LIMIT_S))
     assert len(planned) == 2
     reordered = dict(reversed(list(state(4.0).items())))
-    saver.save(str(tmp_path), reordered, step=4).wait(LIMIT_S)
+    saver.save(str(tmp_path), reordered, step=4).wait(patient(LIMIT_S))
     assert len(planned) == 3
     for step in (1, 2, 4):
         assert_equal(loaded(tmp_path, step), state(float(step)))
@@ -228,15 +229,15 @@ def test_the_plan_is_made_again_only_when_the_layout_changes(
 
 
 def test_errors_have_their_own_classes(tmp_path: Path, saver: checkpoint.Saver) -> None:
-    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
     again = saver.save(str(tmp_path), state(2.0), step=1)
     with pytest.raises(CheckpointExists, match="step 1 of generation 0 is committed already"):
-        again.wait(LIMIT_S)
+        again.wait(patient(LIMIT_S))
     with pytest.raises(LayoutMismatch, match="odd"):
         saver.save(str(tmp_path), {"odd": object()}, step=2)
     following = saver.save(str(tmp_path), state(3.0), step=3)
     assert "step 1 was not stored" in str(following.previous_error)
-    following.wait(LIMIT_S)
+    following.wait(patient(LIMIT_S))
 
 
 def test_a_closed_saver_has_finished_and_left_no_process(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_closed_saver_has_finished_and_left_no_process(tmp_path: Path) -> None
 
 def test_a_writer_that_never_ends_is_given_up_at_close(tmp_path: Path) -> None:
     saver = checkpoint.Saver(close_timeout_s=0.1)
-    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
     with stopped(saver) as pid:
         handle = saver.save(str(tmp_path), state(2.0), step=2)
         saver.close()
@@ -262,8 +263,8 @@ def test_a_writer_that_never_ends_is_given_up_at_close(tmp_path: Path) -> None:
 
 
 def test_other_content_than_memory_had_is_found(tmp_path: Path, saver: checkpoint.Saver) -> None:
-    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
-    saver.save(str(tmp_path), state(2.0), step=2).wait(LIMIT_S)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
+    saver.save(str(tmp_path), state(2.0), step=2).wait(patient(LIMIT_S))
     first, second = (StoredCheckpoint.open(str(tmp_path), step) for step in (1, 2))
     exchanged = replace(first, documents={**first.documents, DIGEST: second.documents[DIGEST]})
     exchanged.verify()
@@ -297,7 +298,7 @@ def test_the_interpreters_exit_finishes_the_save_in_progress(tmp_path: Path) -> 
         pid = int(process.stdout.readline())
         assert [stored.step for stored in list_steps(str(tmp_path))] == [1]
         os.kill(pid, signal.SIGCONT)
-        assert process.wait(LIMIT_S) == 0
+        assert process.wait(patient(LIMIT_S)) == 0
     assert [stored.step for stored in list_steps(str(tmp_path))] == [2, 1]
     assert not psutil.pid_exists(pid)
 

@@ -18,6 +18,7 @@ from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.stored.housekeeping import compare, summarize
 from keepstep.checkpoint.stored.manifest import COMPRESSED_CELLS
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from tests.patience import patient
 from tests.ranks import run_ranks
 
 PLAIN, COMPRESSED, IN_BACKGROUND = 1, 2, 3
@@ -46,7 +47,8 @@ def run(rank: int, root: str) -> None:
     # Each save has another plan than the one before it.
     checkpoint.save(url, saved, step=PLAIN)
     checkpoint.save(url, saved, step=COMPRESSED, compression="zstd")
-    checkpoint.save(url, saved, step=IN_BACKGROUND, compression="zstd", block=False).wait(60)
+    handle = checkpoint.save(url, saved, step=IN_BACKGROUND, compression="zstd", block=False)
+    handle.wait(patient(60))
     expected = state(0)
     for step in (PLAIN, COMPRESSED, IN_BACKGROUND):
         loaded = state(step, 1)

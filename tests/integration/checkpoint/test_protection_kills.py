@@ -24,6 +24,7 @@ from keepstep.elastic.rendezvous.records import Generation, Member, NodeRecord, 
 from keepstep.elastic.rendezvous.view import JoinedNode, View
 from tests.integration.checkpoint.servers import Cluster
 from tests.integration.checkpoint.test_protection import check, take
+from tests.patience import patient
 
 NODES = 4
 RANKS_PER_NODE = 2
@@ -117,11 +118,11 @@ def test_survivors_of_a_kill_at_any_instant_resume_a_whole_step(
         for n, address in enumerate(addresses)
     )
     training = Training(cluster, schedule)
-    assert training.under_way.wait(30)
+    assert training.under_way.wait(patient(30))
     # The instant is what is drawn: nothing is waited for.
     threading.Event().wait(chance.uniform(0, 0.12))
     cluster.kill(*doomed)
-    training.thread.join(60)
+    training.thread.join(patient(60))
     assert not training.thread.is_alive()
     view, generation = view_after(cluster, members, training.committed, parity)
     resume = newest_restorable(view, generation)

@@ -19,6 +19,7 @@ from keepstep.checkpoint.stored.objects import ObjectStorage
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import open_storage
+from tests.patience import patient
 
 SLOW_DOWN = (
     b'<?xml version="1.0"?><Error><Code>SlowDown</Code>'
@@ -79,7 +80,7 @@ class Proxy(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             self.faults.repeated.wait()
-        connection = http.client.HTTPConnection(*self.upstream, timeout=30)
+        connection = http.client.HTTPConnection(*self.upstream, timeout=patient(30))
         connection.request(self.command, self.path, body, dict(self.headers))
         response = connection.getresponse()
         data = response.read()

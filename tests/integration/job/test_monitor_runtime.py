@@ -193,7 +193,7 @@ def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
             try:
                 wait_for_log(expected_text, 1)
                 finish.touch()
-                assert job.wait(120) == 0, (tmp_path / f"run-{run}.log").read_text()
+                assert job.wait(patient(120)) == 0, (tmp_path / f"run-{run}.log").read_text()
             finally:
                 job.terminate()
                 job.wait()

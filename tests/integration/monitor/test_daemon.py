@@ -298,9 +298,11 @@ def test_hang_is_alerted_while_the_runtime_is_unreachable_and_acted_on_afterward
 
 
 def test_verdict_about_an_earlier_run_is_not_enforced_on_the_next() -> None:
+    began_at_s = time.time() - 2
+
     class Next(FixedJobStatus):
         def job_status(self) -> JobStatus:
-            return replace(super().job_status(), began_at_s=time.time() - 2)
+            return replace(super().job_status(), began_at_s=began_at_s)
 
     async def check() -> None:
         enforcer, diagnosis = Enforcer(), FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4))

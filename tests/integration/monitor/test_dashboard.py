@@ -140,7 +140,8 @@ def test_page_updates_itself_and_has_a_light_and_a_dark_theme() -> None:
     visit(
         DaemonComponents(
             probe=Probe(),
-            reader=SampleReader(Plan(), time.monotonic() - 5),
+            # It goes on for four minutes: a browser may take long to start.
+            reader=SampleReader(Plan(ranks=2, steps=1000), time.monotonic() - 5),
             diagnosis=FixedDiagnosis(verdict(1, Syndrome.DATA_STALL)),
         ),
         look,

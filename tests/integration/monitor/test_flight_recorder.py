@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from keepstep.monitor.cli.monitor import monitor
 from keepstep.monitor.records import Operation
 from keepstep.monitor.telemetry.flight_recorder import read_dumps
+from tests.patience import patient
 
 CODE = """
 import os, sys, torch, torch.distributed as dist
@@ -93,7 +94,7 @@ def test_command_identifies_the_faulty_rank_in_dumps_of_real_processes(
         for rank in range(world)
     ]
     try:
-        assert [rank.wait(60) for rank in ranks] == [0] * world
+        assert [rank.wait(patient(60)) for rank in ranks] == [0] * world
     finally:
         for rank in ranks:
             rank.kill()

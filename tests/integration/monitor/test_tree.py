@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 from aiohttp import web
 
@@ -31,6 +30,7 @@ from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, verdict
+from tests.patience import patient
 
 
 def cursor_of(watch: Watch, url: str) -> Cursor:
@@ -199,7 +199,7 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
 
     class Launched(SampleReader):
         def __init__(self, plan: Plan, begin_s: float, node: str, ranks: list[int]) -> None:
-            super().__init__(plan, begin_s, node, ranks)
+            super().__init__(plan, begin_s, node, ranks, clock=lambda: now_s)
             self.created_s, self.size, self.alive = begin_s, plan.ranks, True
 
         def read(self) -> Any:
@@ -211,19 +211,21 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
                 for one in super().read()
             ]  # fmt: skip
 
+    # However long the test takes, no time passes for the job: it has the steps of this moment.
     now_s = time.monotonic()
+    watch = partial(Watch, probe=Probe(), now_s=lambda: now_s)
     plan = Plan(ranks=4, steps=400, step_s=0.1)
     old = [
         Launched(plan, now_s - 60, node, ranks) for node, ranks in (("a", [0, 1]), ("b", [2, 3]))
     ]
     new = Launched(Plan(ranks=2, steps=400, step_s=0.1), now_s - 5, "a", [0, 1])
-    below = {reader.node: Watch(reader.node, reader, Probe(), None) for reader in old}
-    root = Watch("root", None, Probe(), diagnose)
+    below = {reader.node: watch(reader.node, reader, diagnosis=None) for reader in old}
+    root = watch("root", None, diagnosis=diagnose)
 
     def diagnosed(readers: Sequence[Launched], order: Sequence[str]) -> tuple[list[int], int]:
         """Return the ranks and the newest step at the root after a round of new readers."""
         for reader in readers:
-            below[reader.node] = Watch(reader.node, reader, Probe(), None)
+            below[reader.node] = watch(reader.node, reader, diagnosis=None)
         for node in order:
             below[node].read()
             below[node].digest()
@@ -395,14 +397,13 @@ def test_digests_are_in_the_jobs_time_though_nodes_clocks_differ(levels: int) ->
 
             async def is_aligned() -> bool:
                 ranks = [digest.ranks for digest in diagnosis.digests if len(digest.ranks) == 2]
-                return bool(ranks) and bool(np.isfinite(ranks[-1]["offset_error_s"]).all())
+                return bool(ranks) and ranks[-1]["offset_error_s"].max() < 0.1
 
             await until(is_aligned)
             rows = [digest.ranks for digest in diagnosis.digests if len(digest.ranks) == 2][-1]
             assert rows["offset_s"][1] - rows["offset_s"][0] == pytest.approx(2500.0, abs=0.1)
-            assert rows["offset_error_s"].max() < 0.1
             # The root's clock is the job's, though it runs no ranks and only knows report delays.
-            assert rows["offset_s"][0] == pytest.approx(-500.0, abs=2.0)
+            assert rows["offset_s"][0] == pytest.approx(-500.0, abs=patient(2))
 
     asyncio.run(check())
 

@@ -17,6 +17,7 @@ from typing import Self
 
 from keepstep.elastic.store.embedded import binary
 from keepstep.elastic.store.ports import ReservedPort
+from tests.patience import patient
 
 _START_S = 60.0
 
@@ -81,11 +82,11 @@ class EtcdCluster:
 
     def wait_for(self, member: int) -> None:
         """Wait until a member serves."""
-        deadline_s = time.monotonic() + _START_S
+        deadline_s = time.monotonic() + patient(_START_S)
         while time.monotonic() < deadline_s:
             try:
                 with urllib.request.urlopen(
-                    f"http://{self.clients[member]}/health", timeout=5
+                    f"http://{self.clients[member]}/health", timeout=patient(5)
                 ) as answer:
                     if b'"health":"true"' in answer.read():
                         return

@@ -210,7 +210,7 @@ def test_browser_with_the_users_certificate_may_not_ask_for_another_site(tmp_pat
 def ask(port: int, request: bytes, context: ssl.SSLContext | None) -> bytes:
     """Return what a server answers; nothing if it ends the connection."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=patient(10)) as plain:
             connection = plain if context is None else context.wrap_socket(plain)
             connection.sendall(request)
             return connection.recv(4096)

@@ -26,7 +26,7 @@ def members() -> Iterator[EtcdCluster]:
 
 @asynccontextmanager
 async def connected(address: Address) -> AsyncIterator[EtcdStore]:
-    store = await EtcdStore.connect(address, deadline_s=DEADLINE_S)
+    store = await EtcdStore.connect(address, deadline_s=patient(DEADLINE_S))
     try:
         yield store
     finally:
@@ -141,7 +141,7 @@ async def compact(endpoint: str, revision: int) -> None:
 
     async with grpc.aio.insecure_channel(endpoint) as channel:
         await KVStub(channel).Compact(
-            rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=10
+            rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=patient(10)
         )
 
 

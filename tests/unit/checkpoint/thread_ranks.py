@@ -12,6 +12,7 @@ import torch
 
 from keepstep.checkpoint import collective
 from keepstep.checkpoint.errors import CheckpointError
+from tests.patience import patient
 
 # A rank that waits so long waits for ever.
 PATIENCE_S = 60.0
@@ -23,7 +24,7 @@ class ThreadRanks:
     def __init__(self, count: int) -> None:
         self.count = count
         self._own = threading.local()
-        self._barrier = threading.Barrier(count, timeout=PATIENCE_S)
+        self._barrier = threading.Barrier(count, timeout=patient(PATIENCE_S))
         self._sent: list[Any] = [None] * count
         self.collectives: list[str] = []
         """The names of all calls of collectives, of all ranks."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from keepstep.transport import Connection, accept, connect, listen, tcp_address_of
+from tests.patience import patient
 from tests.unit.transport.example_protocol import CLIENT, PROTOCOL, SERVER
 
 
@@ -60,7 +61,7 @@ def ends(
                 address = tcp_address_of(listening)
             accepted = in_thread(lambda: accept(listening.accept()[0], PROTOCOL, SERVER))
             client = connect(address, PROTOCOL, CLIENT)
-            server = accepted.result(10)
+            server = accepted.result(patient(10))
         for end in (client, server):
             end.set_idle_limit(10)
             stack.enter_context(end)

@@ -31,6 +31,7 @@ from keepstep.transport import (
     tcp_address_of,
 )
 from keepstep.transport.frames import FrameSealer
+from tests.patience import patient
 from tests.unit.transport.conftest import in_thread
 from tests.unit.transport.example_protocol import (
     ASK,
@@ -71,7 +72,7 @@ def test_payload_goes_into_the_buffers_given(ends: Ends):
         return [memoryview(first), memoryview(second)]
 
     assert client.receive(into) == Tell(text="bytes")
-    sent.result(10)
+    sent.result(patient(10))
     assert bytes(first + second) == b"".join(parts)
 
 
@@ -89,7 +90,7 @@ def test_files_are_sent_as_payload(ends: Ends):
         sent = in_thread(server.send_files, Tell(text="file"), ranges)
         received = bytearray(2_399_907)
         client.receive(lambda _, __: [memoryview(received)])
-        sent.result(10)
+        sent.result(patient(10))
     assert received == content[100:2_400_000] + content[:7]
 
 
@@ -108,7 +109,7 @@ def test_pieces_of_files_and_of_memory_are_sent_in_order_each_when_it_is_made(en
         sent = in_thread(server.send_pieces, Tell(text="mixed"), nbytes, iter(pieces))
         received = bytearray(nbytes)
         client.receive(lambda _, __: [memoryview(received)])
-        sent.result(10)
+        sent.result(patient(10))
     assert received == b"first" + content[100:] + content
 
 
@@ -131,7 +132,7 @@ def test_a_payload_is_consumed_in_tiles(ends: Ends):
         tile = bytearray(min(777, 100_000 - len(received)))
         client.fill(memoryview(tile))
         received += tile
-    sent.result(10)
+    sent.result(patient(10))
     assert received == content
     server.send(Tell(text="next"))
     assert client.receive() == Tell(text="next")
@@ -203,7 +204,7 @@ def test_interrupt_ends_a_receive_in_another_thread(ends: Ends):
     client.set_idle_limit(None)
     received = in_thread(client.receive)
     client.interrupt()
-    assert received.result(10) is None
+    assert received.result(patient(10)) is None
 
 
 def test_one_thread_sends_while_another_receives(ends: Ends):
@@ -213,9 +214,9 @@ def test_one_thread_sends_while_another_receives(ends: Ends):
     answering = in_thread(lambda: [server.send(Tell(text=str(n))) for n in range(200)])
     for _ in range(200):
         client.send(ASK)
-    assert echoed.result(10) == [ASK] * 200
-    answering.result(10)
-    assert received.result(10) == [Tell(text=str(n)) for n in range(200)]
+    assert echoed.result(patient(10)) == [ASK] * 200
+    answering.result(patient(10))
+    assert received.result(patient(10)) == [Tell(text=str(n)) for n in range(200)]
 
 
 def test_idle_limit_and_deadline_end_a_wait(ends: Ends):
@@ -293,7 +294,7 @@ def test_a_wrong_secret_is_refused(tcp_listener: socket.socket):
     with pytest.raises(AuthenticationFailed, match="does not know this job's secret"):
         connect(tcp_address_of(tcp_listener), PROTOCOL, Identity("stranger", OTHER_SECRET))
     with pytest.raises(ConnectionLost, match="another secret"):
-        accepted.result(10)
+        accepted.result(patient(10))
 
 
 def test_ten_mebibytes_before_authentication_are_cut_off_and_not_kept(tcp_listener: socket.socket):
@@ -308,7 +309,7 @@ def test_ten_mebibytes_before_authentication_are_cut_off_and_not_kept(tcp_listen
             tracemalloc.stop()
             assert peak < 200_000
             with pytest.raises(OSError):  # noqa: PT011 - reset or broken pipe, as the kernel has it
-                flood.result(10)
+                flood.result(patient(10))
 
 
 def test_a_trickled_handshake_ends_at_the_deadline(tcp_listener: socket.socket):
@@ -325,8 +326,8 @@ def test_a_trickled_handshake_ends_at_the_deadline(tcp_listener: socket.socket):
             except OSError:
                 continue  # Nothing came in time, or the server has just given up.
         with pytest.raises(PeerTimeout):
-            accepted.result(5)
-        assert 0.25 < time.monotonic() - began_s < 5
+            accepted.result(patient(5))
+        assert 0.25 < time.monotonic() - began_s < patient(5)
 
 
 def test_who_relays_a_handshake_can_forge_nothing(tcp_listener: socket.socket):
@@ -345,7 +346,7 @@ def test_who_relays_a_handshake_can_forge_nothing(tcp_listener: socket.socket):
             to_client.sendall(answer)
             proof = to_client.recv(32, socket.MSG_WAITALL)
             to_server.sendall(proof)
-            with connected.result(10), accepted.result(10) as server:
+            with connected.result(patient(10)), accepted.result(patient(10)) as server:
                 assert server.peer_node == "client-node"
                 forged = FrameSealer(proof, 1000).seal_head(REQUESTS.encode(ASK))
                 to_server.sendall(b"".join(forged))
@@ -374,4 +375,4 @@ def connected(listening: socket.socket, limit: int = 2**24) -> Ends:
     spoken = protocol(limit=limit)
     accepted = in_thread(lambda: accept(listening.accept()[0], spoken, SERVER, idle_s=10))
     client = connect(tcp_address_of(listening), spoken, CLIENT, idle_s=10)
-    return client, accepted.result(10)
+    return client, accepted.result(patient(10))

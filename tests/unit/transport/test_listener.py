@@ -25,6 +25,7 @@ from keepstep.transport import (
     listen,
     tcp_address_of,
 )
+from tests.patience import patient
 from tests.unit.transport.example_protocol import (
     ASK,
     CLIENT,
@@ -104,7 +105,10 @@ def test_a_stranger_and_another_version_are_refused_while_others_go_on():
 def test_idle_connections_are_capped_and_the_oldest_dropped():
     with serving(max_pending=3) as (listener, address), ExitStack() as stack:
         where = listener._sockets[0].getsockname()
-        idle = [stack.enter_context(socket.create_connection(where, timeout=10)) for _ in range(6)]
+        idle = [
+            stack.enter_context(socket.create_connection(where, timeout=patient(10)))
+            for _ in range(6)
+        ]
         assert [one.recv(1) for one in idle[:3]] == [b"", b"", b""]
         assert listener.pending <= 3
         assert ask(address) == Tell(text="client-node")
@@ -143,6 +147,7 @@ import resource, sys
 from keepstep.transport import Listener, listen, tcp_address_of
 from tests.unit.transport.example_protocol import PROTOCOL, SERVER
 from tests.unit.transport.test_listener import echo
+from tests.patience import patient
 
 listening = listen("tcp:127.0.0.1:0")
 listener = Listener([listening], PROTOCOL, SERVER, echo, max_pending=1000, handshake_s=600)

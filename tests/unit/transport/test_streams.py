@@ -30,6 +30,7 @@ from keepstep.transport import (
     identify,
     open_stream,
 )
+from tests.patience import patient
 from tests.unit.transport.example_protocol import (
     ASK,
     CLIENT,
@@ -48,7 +49,7 @@ LOOPBACK = "tcp:127.0.0.1:0"
 def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
     def run(*arguments: Any, **keywords: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 30))
+        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), patient(30)))
 
     return run
 
@@ -238,7 +239,8 @@ async def test_strangers_and_other_versions_are_refused_while_others_go_on():
 @on_loop
 async def test_a_listener_says_its_node_before_it_knows_the_secret_and_completes_later():
     async with serving(secret=None) as listener:
-        assert await identify(listener.address, PROTOCOL, "prober", timeout_s=5) == "server-node"
+        node = await identify(listener.address, PROTOCOL, "prober", timeout_s=patient(5))
+        assert node == "server-node"
         with pytest.raises(PeerTimeout):
             await open_stream(listener.address, PROTOCOL, CLIENT, handshake_s=0.05)
         early = asyncio.create_task(ask(listener.address))
@@ -252,10 +254,11 @@ async def test_a_listener_says_its_node_before_it_knows_the_secret_and_completes
 async def test_a_probe_tells_a_dead_agent_from_another_version():
     async with serving() as listener:
         newer = protocol(VersionRange(9, 9))
-        assert await identify(listener.address, newer, "prober", timeout_s=5) == "server-node"
+        node = await identify(listener.address, newer, "prober", timeout_s=patient(5))
+        assert node == "server-node"
         address = listener.address
     with pytest.raises(PeerRefused):
-        await identify(address, PROTOCOL, "prober", timeout_s=5)
+        await identify(address, PROTOCOL, "prober", timeout_s=patient(5))
 
 
 @on_loop

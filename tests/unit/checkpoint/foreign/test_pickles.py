@@ -26,6 +26,7 @@ from keepstep.checkpoint.foreign.pickled_values import (
     plain_constructors,
 )
 from keepstep.checkpoint.foreign.pickles import unpickle
+from tests.patience import patient
 
 KEYS = (
     st.none()
@@ -235,7 +236,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(patient(20))
 def test_absurd_pickle_is_refused_by_file_and_place(name: str) -> None:
     data, reason = REFUSED[name]
     with pytest.raises(CheckpointDamaged, match=f"^file: .*{reason}"):

@@ -18,6 +18,7 @@ from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
+from tests.patience import patient
 from tests.unit.checkpoint.foreign.written import tensor_of
 
 W = torch.arange(3.0)
@@ -236,7 +237,7 @@ def test_names_that_no_key_can_have_are_left_out(tmp_path: Path) -> None:
         opened(tmp_path, {"model": {"w": torch.ones(1), "w/v": torch.ones(1)}})
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(patient(30))
 def test_shared_values_are_gone_over_once() -> None:
     value: list[Any] = []
     for _ in range(100):

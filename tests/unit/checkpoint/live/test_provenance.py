@@ -22,6 +22,7 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from tests.patience import patient
 
 STATE = {"w": torch.arange(3.0)}
 CONFIG = {
@@ -76,7 +77,7 @@ def test_configuration_and_provenance_are_stored_and_shown(tmp_path: Path, block
         if block:
             checkpoint.save(url, STATE, step=1, config=CONFIG)
         else:
-            saver.save(url, STATE, step=1, config=CONFIG).wait(timeout_s=60)
+            saver.save(url, STATE, step=1, config=CONFIG).wait(timeout_s=patient(60))
     shown = json.loads(show(url, "--json"))
     assert shown["config"] == {**CONFIG, "limit": {"__float__": "Infinity"}}
     assert StoredCheckpoint.open(url).documents["config"] == CONFIG

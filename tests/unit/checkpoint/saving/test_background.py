@@ -15,6 +15,7 @@ from keepstep.checkpoint.saving import background
 from keepstep.checkpoint.saving.background import BackgroundSaver, Copied, SaveTask
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.writer_process import WriterProcess
+from tests.patience import patient
 
 LIMIT_S = 60.0
 
@@ -61,8 +62,8 @@ def test_signs_of_life_are_given_while_the_rank_still_copies(save: Save) -> None
             assert not wait([save.outcome], 0.05).done
     finally:
         save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
-        error = save.outcome.result(LIMIT_S)
-        save.background.close(LIMIT_S)
+        error = save.outcome.result(patient(LIMIT_S))
+        save.background.close(patient(LIMIT_S))
     assert str(error) == "the tensors were not copied"
     assert save.store.get("keepstep/save/a/part/1") == b"!the tensors were not copied"
 

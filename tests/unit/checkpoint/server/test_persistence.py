@@ -49,7 +49,7 @@ class HeldStorage:
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         self.is_writing.set()
-        assert self.let_go.wait(60)
+        assert self.let_go.wait(patient(60))
         self.storage.write(name, pieces)
 
 
@@ -88,7 +88,7 @@ def test_the_next_attempt_stops_the_one_before(node: Node, monkeypatch: pytest.M
     monkeypatch.setattr("keepstep.checkpoint.stored.chunking.PACKED_NBYTES", 1)
     monkeypatch.setattr("keepstep.checkpoint.stored.writer.PARALLEL_WRITES", 1)
     node.persistence.start(node.task("a"), 0)
-    assert node.storage.is_writing.wait(60)
+    assert node.storage.is_writing.wait(patient(60))
     node.persistence.start(node.task("b"), 0)
     node.storage.let_go.set()
     ended = node.next_event()
@@ -132,7 +132,7 @@ def test_an_attempt_that_is_over_is_stopped_and_others_are_not(
         node.storage.is_writing.clear()
         node.storage.let_go.clear()
         node.persistence.start(node.task("a"), 0)
-        assert node.storage.is_writing.wait(60)
+        assert node.storage.is_writing.wait(patient(60))
         node.persistence.end(over)
         node.storage.let_go.set()
         assert isinstance(node.next_event(), kind)
@@ -154,7 +154,7 @@ def test_a_snapshot_is_kept_until_its_attempt_is_over(node: Node) -> None:
 
 def test_memory_that_an_ended_attempt_still_reads_is_not_freed(node: Node) -> None:
     node.persistence.start(node.task("a"), 0)
-    assert node.storage.is_writing.wait(60)
+    assert node.storage.is_writing.wait(patient(60))
     node.persistence.stop()
     seal(node.memory, SECOND, 0, {"model/w": 3, "model/v": 4})
     assert node.memory.memory(FIRST, 0).bytes[0] == 1

@@ -139,5 +139,5 @@ def test_a_shard_that_an_earlier_generation_rebuilt_is_not_refused(
     rebuilder.stop()
     memory.open_generation(3)
     begin(memory, rebuilder)
-    rebuilder._thread.submit(lambda: None).result(60)  # It is through with the rebuild.
+    rebuilder._thread.submit(lambda: None).result(patient(60))  # It is through with the rebuild.
     assert (rebuilt(memory) == CONTENT).all()

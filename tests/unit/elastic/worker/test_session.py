@@ -30,6 +30,7 @@ from keepstep.elastic.worker.messages import (
 from keepstep.elastic.worker.session import EXIT_AGENT_GONE, EXIT_RECEIVING_FAILED, current
 from keepstep.monitor.progress import Progress, ProgressBoard
 from keepstep.transport import Connection
+from tests.patience import patient
 
 DEADLINE_S = 30.0
 
@@ -53,7 +54,7 @@ class Running:
 
     def finish(self) -> tuple[int, str]:
         """Return the process's exit status, and what it printed to stderr."""
-        _, printed = self.process.communicate(timeout=DEADLINE_S)
+        _, printed = self.process.communicate(timeout=patient(DEADLINE_S))
         return self.process.returncode, printed
 
 
@@ -75,7 +76,7 @@ def worker(script: str) -> Iterator[Running]:
             text=True,
         )
     with process, Connection.over_pair(agent_end, PROTOCOL.server, "the worker") as connection:
-        connection.set_idle_limit(DEADLINE_S)
+        connection.set_idle_limit(patient(DEADLINE_S))
         try:
             assert connection.receive() == Warm()
             yield Running(process, connection, board)

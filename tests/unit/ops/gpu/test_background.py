@@ -4,6 +4,7 @@ import threading
 
 from ops.gpu.background import BackgroundCall, described
 from ops.gpu.groups import wait_all
+from tests.patience import patient
 
 
 def test_call_that_does_not_return_is_not_waited_for() -> None:
@@ -11,7 +12,7 @@ def test_call_that_does_not_return_is_not_waited_for() -> None:
     call = BackgroundCall(release.wait, None).start()
     assert not call.wait(0.01)
     release.set()
-    assert call.wait(60.0)
+    assert call.wait(patient(60))
     assert call.error is None
 
 
@@ -20,7 +21,7 @@ def test_exception_of_a_call_is_kept() -> None:
         raise ValueError("first line\nsecond line")
 
     call = BackgroundCall(fail, None).start()
-    assert call.wait(60.0)
+    assert call.wait(patient(60))
     assert described(call.error) == "ValueError: first line"
     assert described(None) == ""
 
@@ -28,7 +29,7 @@ def test_exception_of_a_call_is_kept() -> None:
 def test_calls_have_ended_only_when_each_has() -> None:
     release = threading.Event()
     calls = [BackgroundCall(function, None).start() for function in (dict, release.wait, dict)]
-    assert calls[0].wait(60.0)
+    assert calls[0].wait(patient(60))
     assert not wait_all(calls, 0.01)
     release.set()
-    assert wait_all(calls, 60.0)
+    assert wait_all(calls, patient(60))
