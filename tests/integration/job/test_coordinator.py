@@ -74,3 +74,4 @@ def test_node_that_lost_its_lease_joins_again_with_what_it_holds_in_memory(tmp_p
         assert before.snapshot is not None
         assert recovery.source == "memory"
         assert recovery.resumed_step >= before.snapshot.snapshot.step
+    assert "Task was destroyed" not in running.output(), running.output()

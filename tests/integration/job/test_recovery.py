@@ -587,6 +587,7 @@ def test_node_that_loses_its_lease_while_it_warms_up_keeps_its_workers(tmp_path:
         assert running.workers_of("a")[:1] == warming_up
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
     assert "joining again" in running.output()
+    assert "Task was destroyed" not in running.output(), running.output()
 
 
 def test_killed_node_may_return_under_its_name_before_its_lease_ends(
