@@ -180,7 +180,7 @@ def hold_rank_1(rank: int, root: Path, pipe: Any) -> None:
 def hold(held: int, rank: int, root: Path, pipe: Any) -> None:
     """Save twice; the second time the writer of one rank is stopped."""
     state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
-    saver = checkpoint.Saver(peer_timeout_s=patient(PEER_TIMEOUT_S))
+    saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
     saver.save(f"{root}/run", state, step=1).wait(patient(LIMIT_S))
     assert saver.writer_pid is not None
     if rank == held:
@@ -255,7 +255,7 @@ def store_of_another_process() -> Iterator[tuple[int, BaseProcess]]:
 def save_when_told(rank: int, root: Path, pipe: Any) -> None:
     """Save; save again when told to, which fails; and end."""
     state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
-    saver = checkpoint.Saver(peer_timeout_s=patient(PEER_TIMEOUT_S))
+    saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
     saver.save(f"{root}/run", state, step=1).wait(patient(LIMIT_S))
     pipe.send("saved")
     pipe.recv()
