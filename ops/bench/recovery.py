@@ -1,13 +1,14 @@
 """Measures how long a job makes no steps after a worker or a node is killed.
 
-`python ops/bench/recovery.py --json [--quick]`. The last line is one JSON object. keepstep,
-torchrun and torchft run on one machine; torchft is measured if `.[bench]` is installed. Every
-contender trains the same GPT with the same global batch on four gloo workers; each rank appends the
-time of every completed step to a file, and the gaps are computed from these files. `overhead_s` is
-a gap less the median of the steps before the kill, and `phases` are the parts of keepstep's.
-`cpu_share` is the processor time of keepstep's own processes on one node, and of etcd, while
-nothing fails and every step is a snapshot, over that of the workers; `cpu_ms_per_step` are its
-parts. `two_nodes` has the same of two nodes, each of which keeps the other's parity.
+`python ops/bench/recovery.py --json [--quick] [--only cpu]`. The last line is one JSON object.
+keepstep, torchrun and torchft run on one machine; torchft is measured if `.[bench]` is installed.
+Every contender trains the same GPT with the same global batch on four gloo workers; each rank
+appends the time of every completed step to a file, and the gaps are computed from these files.
+`overhead_s` is a gap less the median of the steps before the kill, and `phases` are the parts of
+keepstep's. `cpu_share` is the processor time of keepstep's own processes on one node, and of etcd,
+while nothing fails and every step is a snapshot, over that of the workers; `cpu_ms_per_step` are
+its parts. `two_nodes` has the same of two nodes, each of which keeps the other's parity. With
+`--only cpu` only these are measured.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ Measure = dict[str, Any]
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="One kill of each kind instead of three.")
-def main(as_json: bool, quick: bool) -> None:
+@click.option("--only", type=click.Choice(["cpu"]), help="Only processor time; nothing is killed.")
+def main(as_json: bool, quick: bool, only: str | None) -> None:
     console = Console(stderr=as_json)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    if only is not None:
+        print(json.dumps(processor_shares(40 if quick else 120)))
+        return
     repeats = 1 if quick else 3
     results: dict[str, Any] = {
         "keepstep": {
