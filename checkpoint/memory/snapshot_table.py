@@ -90,6 +90,14 @@ class SnapshotTable:
                 ranks.setdefault(snapshot, set()).add(rank)
         return ranks
 
+    def sealed_ranks(self, snapshot: SnapshotId) -> frozenset[int]:
+        """Return this node's ranks whose shards of one snapshot are complete."""
+        return frozenset(
+            rank
+            for (held_snapshot, rank), held in self.shards.items()
+            if held.sealed and not held.adopted and held_snapshot == snapshot
+        )
+
 
 ShardKey = tuple[SnapshotId, int]
 """A shard's snapshot and rank."""

@@ -55,7 +55,8 @@ class ClientSession:
         memory: the node's snapshots.
         protection: their parity.
         plan_answers: answers what is asked to plan a checkpoint.
-        on_sealed: called when the client has sealed a shard of a snapshot.
+        on_sealed: called when the client has sealed a shard of a snapshot, with the ranks of the
+            node that had sealed it then.
         background_rate: returns the bytes per second that this connection may send beside the
             training; 0 is no limit.
     """
@@ -66,7 +67,7 @@ class ClientSession:
         memory: SnapshotMemory,
         protection: Protection,
         plan_answers: PlanAnswers,
-        on_sealed: Callable[[SnapshotId], None],
+        on_sealed: Callable[[SnapshotId, frozenset[int]], None],
         background_rate: Callable[[], int],
     ) -> None:
         self._client = client
@@ -106,10 +107,12 @@ class ClientSession:
             case Begin():
                 self._begin(request)
             case Seal(snapshot=snapshot, rank=rank):
-                self._memory.seal(snapshot, rank, request.index_offset, request.index_nbytes)
+                sealed = self._memory.seal(
+                    snapshot, rank, request.index_offset, request.index_nbytes
+                )
                 self._unsealed.discard((snapshot, rank))
                 self._client.send(Sealed())
-                self._on_sealed(snapshot)
+                self._on_sealed(snapshot, sealed)
             case ListHoldings():
                 self._client.send(Holdings(sealed=self._memory.sealed()))
             case ReadIndex(snapshot=snapshot, rank=rank, wait=wait):

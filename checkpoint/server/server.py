@@ -123,12 +123,9 @@ class SnapshotServer:
             self._background_rate,
         ).run()
 
-    def _protect(self, snapshot: SnapshotId) -> None:
-        """Have a snapshot protected once the last of the node's ranks has sealed it."""
-        ranks = next(
-            (held.ranks for held in self._memory.sealed() if held.snapshot == snapshot), ()
-        )
-        if len(ranks) == self._config.ranks:
+    def _protect(self, snapshot: SnapshotId, sealed: frozenset[int]) -> None:
+        """Have a snapshot protected when the last of the node's ranks has sealed it."""
+        if len(sealed) == self._config.ranks:
             self._restore_check.check_first(snapshot, self._protection.protect)
 
     def _report_protected(self, snapshot: SnapshotId) -> None:

@@ -153,8 +153,13 @@ class SnapshotMemory:
                 dropped=tuple(number for number in mapped if number not in self._arenas),
             )
 
-    def seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
+    def seal(
+        self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int
+    ) -> frozenset[int]:
         """Declare a shard complete, whose index lies at this place in its buffer.
+
+        Returns which of this node's ranks have sealed the snapshot then. However many seal at the
+        same time, one call alone returns all of them.
 
         Raises:
             SnapshotUnavailable: see `snapshot_table.seal`.
@@ -166,6 +171,7 @@ class SnapshotMemory:
                 raise ValueError(f"the index of rank {rank}'s shard lies beyond its buffer's end")
             self._table = table
             self._shards[snapshot, rank] = _SealedShard(index_offset, index_nbytes)
+            return table.sealed_ranks(snapshot)
 
     def abandon(self, snapshot: SnapshotId, rank: int) -> None:
         """Forget a shard that was begun and not sealed, for its writer is gone."""

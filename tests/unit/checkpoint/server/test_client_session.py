@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from keepstep.checkpoint.layout.boxes import Box, Entry
-from keepstep.checkpoint.memory.messages import BoxBytes, ReadBoxes, Refused, ShardBox
+from keepstep.checkpoint.memory.messages import (
+    BoxBytes,
+    ClientRequest,
+    ReadBoxes,
+    Refused,
+    Seal,
+    Sealed,
+    ShardBox,
+)
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server import client_session
 from keepstep.checkpoint.server.client_session import ClientSession
@@ -29,12 +38,12 @@ class Client:
 
     peer = "test"
 
-    def __init__(self, request: ReadBoxes) -> None:
-        self._requests: Iterator[ReadBoxes | None] = iter([request, None])
+    def __init__(self, request: ClientRequest) -> None:
+        self._requests: Iterator[ClientRequest | None] = iter([request, None])
         self.pieces: list[FileRange | memoryview] = []
         self.sent: list[Any] = []
 
-    def receive(self) -> ReadBoxes | None:
+    def receive(self) -> ClientRequest | None:
         return next(self._requests)
 
     def limit(self, bytes_per_s: int) -> None:
@@ -84,7 +93,7 @@ def answer(memory: SnapshotMemory, *boxes: Box) -> Client:
         memory,
         cast(Protection, None),
         PlanAnswers(memory),
-        lambda snapshot: None,
+        lambda snapshot, sealed: None,
         lambda: 0,
     ).run()
     return client
@@ -121,3 +130,36 @@ def test_nothing_of_a_reply_is_sent_if_a_box_is_not_held(memory: SnapshotMemory)
     client = answer(memory, ROWS, Box((60, 0, 0), (5, 32, 2)))
     assert [type(message) for message in client.sent] == [Refused]
     assert not any(isinstance(message, BoxBytes) for message in client.sent)
+
+
+def test_of_ranks_that_seal_at_the_same_time_one_completes_the_snapshot() -> None:
+    """Else it would be protected once for each of them."""
+    memory = open_memory()
+    for rank in (0, 1):
+        granted = memory.begin(SNAPSHOT, rank, 100, (), discard_uncommitted=False)
+        assert granted.descriptor is not None
+        os.close(granted.descriptor)
+    sealed: list[frozenset[int]] = []
+
+    class SealingClient(Client):
+        def __init__(self, rank: int, before_reply: Callable[[], None]) -> None:
+            super().__init__(Seal(snapshot=SNAPSHOT, rank=rank, index_offset=0, index_nbytes=0))
+            self._before_reply = before_reply
+
+        def send(self, message: Any, *arguments: Any) -> None:
+            assert isinstance(message, Sealed)
+            self._before_reply()
+
+    def seal(rank: int, before_reply: Callable[[], None] = lambda: None) -> None:
+        ClientSession(
+            cast(Connection[Any, Any], SealingClient(rank, before_reply)),
+            memory,
+            cast(Protection, None),
+            PlanAnswers(memory),
+            lambda snapshot, ranks: sealed.append(ranks),
+            lambda: 0,
+        ).run()
+
+    seal(0, before_reply=lambda: seal(1))
+    memory.close()
+    assert sorted(map(len, sealed)) == [1, 2]
