@@ -99,6 +99,9 @@ class Connection(Generic[SentT, ReceivedT]):
             MessageTooLarge: nothing was sent.
         """
         parts = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]
+        if not parts:
+            self._send_head(message, 0, descriptor)
+            return
         with self._frame(message, sum(part.nbytes for part in parts), descriptor):
             for part in parts:
                 for tile in _tiles(part):
@@ -179,8 +182,11 @@ class Connection(Generic[SentT, ReceivedT]):
                 return None
             if count == 0:
                 raise ConnectionLost(f"{self.peer}: the connection ended in the middle of a frame")
-            with self._ending_on_error():
+            try:
                 head = self._opener.advance(count)
+            except BaseException:
+                self.interrupt()
+                raise
         return self._open(head)
 
     def fill(self, buffer: memoryview) -> None:
@@ -238,15 +244,23 @@ class Connection(Generic[SentT, ReceivedT]):
 
     @contextmanager
     def _frame(self, message: SentT, payload_nbytes: int, descriptor: int | None) -> Iterator[None]:
+        self._send_head(message, payload_nbytes, descriptor)
+        # An error in the middle leaves half a frame on the way: nothing may follow it.
+        with self._ending_on_error():
+            yield
+            self._socket.send_all([self._sealer.seal_payload()])
+
+    def _send_head(self, message: SentT, payload_nbytes: int, descriptor: int | None) -> None:
         if descriptor is not None and not self._socket.is_unix:
             raise ValueError(f"{self.peer}: only Unix sockets carry file descriptors")
         flags = FrameFlags.NONE if descriptor is None else FrameFlags.DESCRIPTOR
         head = self._sealer.seal_head(self._side.sends.encode(message), payload_nbytes, flags)
-        # An error in the middle leaves half a frame on the way: nothing may follow it.
-        with self._ending_on_error():
+        # As above; most frames are no more than this, and a context manager would take as long.
+        try:
             self._socket.send_all(head, descriptor)
-            yield
-            self._socket.send_all([self._sealer.seal_payload()])
+        except BaseException:
+            self.interrupt()
+            raise
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ That a connection ends between two frames proves nothing: anybody on the way can
 
 from __future__ import annotations
 
+import hmac
 import struct
 from dataclasses import dataclass
 from enum import IntFlag
@@ -31,7 +32,7 @@ from keepstep.transport.errors import (
     MessageTooLarge,
     TransportError,
 )
-from keepstep.transport.keys import TAG_NBYTES, Gmac, Purpose
+from keepstep.transport.keys import TAG_NBYTES, Gmac, GmacKey, Purpose
 
 HEADER_NBYTES = 16
 
@@ -50,7 +51,9 @@ class FrameFlags(IntFlag):
     """A file descriptor rides on the frame's first byte."""
 
 
-_KNOWN_FLAGS = FrameFlags.TAGGED | FrameFlags.DESCRIPTOR
+# As plain numbers: every frame's are computed with, and arithmetic of enumerations is slow.
+_TAGGED, _DESCRIPTOR = int(FrameFlags.TAGGED), int(FrameFlags.DESCRIPTOR)
+_UNKNOWN_FLAGS = ~(_TAGGED | _DESCRIPTOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class FrameSealer:
     """
 
     def __init__(self, key: bytes | None, max_body_nbytes: int) -> None:
-        self._key = key
+        self._key = None if key is None else GmacKey(key)
         self._max_body_nbytes = max_body_nbytes
         self._sequence = -1
         self._payload_mac: Gmac | None = None
@@ -92,14 +95,11 @@ class FrameSealer:
         self._sequence += 1
         self._payload_mac = None
         if self._key is None:
-            return [_HEADER.pack(_MAGIC, flags, len(body), payload_nbytes), body]
-        header = _HEADER.pack(_MAGIC, flags | FrameFlags.TAGGED, len(body), payload_nbytes)
-        mac = Gmac(self._key, Purpose.HEAD, self._sequence)
-        mac.update(header)
-        mac.update(body)
+            return [_HEADER.pack(_MAGIC, flags, len(body), payload_nbytes) + body]
+        head = _HEADER.pack(_MAGIC, int(flags) | _TAGGED, len(body), payload_nbytes) + body
         if payload_nbytes:
-            self._payload_mac = Gmac(self._key, Purpose.PAYLOAD, self._sequence)
-        return [header, body, mac.tag()]
+            self._payload_mac = self._key.begin(Purpose.PAYLOAD, self._sequence)
+        return [head, self._key.tag(Purpose.HEAD, self._sequence, head)]
 
     def cover(self, part: Buffer) -> None:
         """Cover the next bytes of the payload."""
@@ -127,7 +127,7 @@ class FrameOpener:
     """
 
     def __init__(self, key: bytes | None, max_body_nbytes: int, peer: str) -> None:
-        self._key = key
+        self._key = None if key is None else GmacKey(key)
         self._max_body_nbytes = max_body_nbytes
         self._peer = peer
         self._sequence = 0
@@ -137,7 +137,7 @@ class FrameOpener:
         """How many bytes of the current frame's payload have not been covered yet."""
         # The frame whose head is being received; `_step` is the part of it that comes next.
         self._header = b""
-        self._flags = FrameFlags.NONE
+        self._flags = 0
         self._body_nbytes = self._payload_nbytes = self._tag_nbytes = 0
         self._rest = bytearray()
         self._step, self._filled = bytearray(HEADER_NBYTES), 0
@@ -208,13 +208,12 @@ class FrameOpener:
         self._step, self._filled = bytearray(HEADER_NBYTES), 0
 
     def _parse_header(self) -> None:
-        magic, flags, self._body_nbytes, self._payload_nbytes = _HEADER.unpack(self._header)
-        self._flags = FrameFlags(flags)
-        if magic != _MAGIC or self._flags & ~_KNOWN_FLAGS:
+        magic, self._flags, self._body_nbytes, self._payload_nbytes = _HEADER.unpack(self._header)
+        if magic != _MAGIC or self._flags & _UNKNOWN_FLAGS:
             raise self._fail(
                 MalformedMessage(f"{self._peer}: what came is no frame of this transport")
             )
-        is_tagged = FrameFlags.TAGGED in self._flags
+        is_tagged = bool(self._flags & _TAGGED)
         if is_tagged != (self._key is not None):
             raise self._fail(
                 FrameRejected(
@@ -234,10 +233,8 @@ class FrameOpener:
     def _open_head(self) -> FrameHead:
         body, tag = memoryview(self._rest)[: self._body_nbytes], self._rest[self._body_nbytes :]
         if self._key is not None:
-            mac = Gmac(self._key, Purpose.HEAD, self._sequence)
-            mac.update(self._header)
-            mac.update(body)
-            if not mac.is_tag(tag):
+            expected = self._key.tag(Purpose.HEAD, self._sequence, self._header + body)
+            if not hmac.compare_digest(expected, tag):
                 raise self._fail(
                     FrameRejected(
                         f"{self._peer}: a frame was forged, changed, repeated or reordered on the "
@@ -245,10 +242,10 @@ class FrameOpener:
                     )
                 )
             if self._payload_nbytes:
-                self._payload_mac = Gmac(self._key, Purpose.PAYLOAD, self._sequence)
+                self._payload_mac = self._key.begin(Purpose.PAYLOAD, self._sequence)
         self._sequence += 1
         self.payload_left = self._payload_nbytes
-        head = FrameHead(body, self._payload_nbytes, FrameFlags.DESCRIPTOR in self._flags)
+        head = FrameHead(body, self._payload_nbytes, bool(self._flags & _DESCRIPTOR))
         self._begin_head()
         return head
 

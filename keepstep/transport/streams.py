@@ -186,12 +186,15 @@ class StreamConnection(Generic[SentT, ReceivedT]):
         """Wait until the socket is ready, or closed here."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters[remove] = waiter
-        add(self._socket, _wake, waiter)
+        # By number: of an object that is not registered the selector makes a text, with two system
+        # calls for a socket.
+        descriptor = self._socket.fileno()
+        add(descriptor, _wake, waiter)
         try:
             await waiter
         finally:
             if self._waiters.pop(remove, None) is not None:
-                remove(self._socket)
+                remove(descriptor)
 
     def _end(self) -> None:
         try:
