@@ -23,7 +23,6 @@ and raises `SnapshotInvariantViolated` instead of returning a table that breaks 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -161,15 +160,12 @@ def begin(
             f"rank {rank} may not begin a snapshot of step {snapshot.step}: that of step "
             f"{waiting_for} is sealed and not committed yet; wait for the commit"
         )
-    unsealed = {key for key, held in own_shards.items() if not held.sealed}
-    kept = {
-        key: held
-        for key, held in table.shards.items()
-        if key not in unsealed and key not in uncommitted
-    }
-    after, held = _assign_buffer(
-        _retain_only(table, kept), (snapshot, rank), nbytes, available_nbytes, adopted=False
-    )
+    given_up = uncommitted | {key for key, held in own_shards.items() if not held.sealed}
+    kept = table
+    if given_up:
+        left = {key: held for key, held in table.shards.items() if key not in given_up}
+        kept = _retain_only(table, left)
+    after, held = _assign_buffer(kept, (snapshot, rank), nbytes, available_nbytes, adopted=False)
     return _checked(table, after, discarded=uncommitted), held
 
 
@@ -284,20 +280,20 @@ def check_table(table: SnapshotTable) -> None:
             "a buffer belongs to one shard, or is free",
             f"buffers {sorted(buffers)}, the next is {table.next_buffer}",
         )
-    uncommitted = Counter(
-        rank
-        for (snapshot, rank), held in table.shards.items()
-        if held.sealed
-        and not held.adopted
-        and snapshot.generation == table.generation
-        and snapshot > table.committed
-    )
-    for rank, count in uncommitted.items():
-        if count > 1:
-            raise SnapshotInvariantViolated(
-                "a rank has one sealed snapshot at most that is not committed",
-                f"rank {rank} has {count} in generation {table.generation}",
-            )
+    uncommitted: set[int] = set()
+    for (snapshot, rank), held in table.shards.items():
+        if (
+            held.sealed
+            and not held.adopted
+            and snapshot.generation == table.generation
+            and snapshot > table.committed
+        ):
+            if rank in uncommitted:
+                raise SnapshotInvariantViolated(
+                    "a rank has one sealed snapshot at most that is not committed",
+                    f"rank {rank} has more in generation {table.generation}",
+                )
+            uncommitted.add(rank)
 
 
 def check_change(
@@ -323,8 +319,10 @@ def check_change(
             f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
         )
     for key, held in before.shards.items():
-        is_kept = key[0] >= after.committed or key[0] in after.pinned
         found = after.shards.get(key)
+        if found is held:
+            continue
+        is_kept = key[0] >= after.committed or key[0] in after.pinned
         if held.is_being_rebuilt and key not in discarded:
             if found is None or found.buffer != held.buffer:
                 raise SnapshotInvariantViolated(
@@ -367,7 +365,9 @@ def _without_surplus(table: SnapshotTable) -> SnapshotTable:
     ranks = {rank for _, rank in table.shards}
     if not ranks:
         return table
-    surplus = max(0, len(table.free) + len(table.shards) - 2 * len(ranks))
+    surplus = len(table.free) + len(table.shards) - 2 * len(ranks)
+    if surplus <= 0:
+        return table
     largest_first = sorted(table.free.items(), key=lambda item: -item[1])
     return replace(table, free=dict(largest_first[surplus:]))
 

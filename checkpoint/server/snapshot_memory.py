@@ -339,13 +339,13 @@ class SnapshotMemory:
     def _release_unused(self) -> None:
         """Release the memory and the indexes that the table no longer names. Under the lock."""
         table = self._table
-        used = {shard.buffer for shard in table.shards.values()} | set(table.free)
-        for number in [number for number in self._arenas if number not in used]:
+        used = {shard.buffer for shard in table.shards.values()} | table.free.keys()
+        for number in self._arenas.keys() - used:
             self._arenas.pop(number).close()
-        self._shards = {key: shard for key, shard in self._shards.items() if key in table.shards}
-        self._awaited = {
-            key: reason for key, reason in self._awaited.items() if key[0] >= table.committed
-        }
+        for key in [key for key in self._shards if key not in table.shards]:
+            del self._shards[key]
+        for key in [key for key in self._awaited if key[0] < table.committed]:
+            del self._awaited[key]
         self._on_retained({snapshot for snapshot, _ in table.shards})
 
     def _arena_of_buffer(self, number: int, capacity: int) -> Arena:
