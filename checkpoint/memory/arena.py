@@ -123,7 +123,8 @@ def box_bytes(entry: Entry, memory: Bytes, box: Box) -> Bytes:
     """
     itemsize = entry.nbytes // max(entry.box.size, 1)
     entry_bytes = memory[entry.byte_offset : entry.byte_offset + entry.nbytes]
-    return entry_bytes.reshape(*entry.box.shape, itemsize)[box.within(entry.box).slices]
+    whole = entry_bytes.reshape(*entry.box.shape, itemsize)
+    return whole if box == entry.box else whole[box.slices_in(entry.box)]
 
 
 def contiguous_range(entry: Entry, box: Box) -> tuple[int, int] | None:

@@ -74,6 +74,7 @@ class ChunkPieces:
         self._connect = connect
         self._pieces: dict[tuple[str, Box], Sequence[_Piece]] = {}
         self._batches: dict[tuple[str, Box], _Batch] = {}
+        self._scratch = threading.local()
         batch = _Batch()
         for writer, chunks in zip(plan.own, plan.chunks.chunks, strict=True):
             for chunk in chunks:
@@ -93,7 +94,9 @@ class ChunkPieces:
                         batch = _Batch()
 
     def read(self, key: str, box: Box) -> Bytes:
-        """Return a chunk's bytes: a view if it lies entirely in local memory, else a copy.
+        """Return a chunk's bytes, which are valid until this thread reads the next one.
+
+        They are a view if they lie together in local memory, else a copy.
 
         Raises:
             CheckpointError: another node that holds a piece of it cannot be read.
@@ -103,11 +106,19 @@ class ChunkPieces:
         if batch is None and len(pieces) == 1:
             return self._local(pieces[0])
         remote = self._remote(batch, (key, box)) if batch is not None else {}
-        result = np.empty((*box.shape, pieces[0].itemsize), np.uint8)
+        result = self._scratch_of(box, pieces[0].itemsize)
         for piece in pieces:
             data = remote[piece] if piece in remote else self._local(piece)
-            result[piece.box.within(box).slices] = data
+            result[piece.box.slices_in(box)] = data
         return result
+
+    def _scratch_of(self, box: Box, itemsize: int) -> Bytes:
+        """Return memory for a box, the same for all of a thread's: new memory has to be cleared."""
+        nbytes = box.size * itemsize
+        memory: Bytes | None = getattr(self._scratch, "memory", None)
+        if memory is None or memory.size < nbytes:
+            memory = self._scratch.memory = np.empty(nbytes, np.uint8)
+        return memory[:nbytes].reshape(*box.shape, itemsize)
 
     def _local(self, piece: _Piece) -> Bytes:
         wanted = ShardBox(piece.rank, piece.key, piece.box)

@@ -133,6 +133,8 @@ class HolderServers:
             finally:
                 server.close()
 
+        if len(holders) == 1:
+            return [read_one(0)]
         with ThreadPoolExecutor(_PARALLEL_SERVERS) as pool:
             order = [*range(first, len(holders)), *range(first)]
             futures = [pool.submit(read_one, number) for number in order]

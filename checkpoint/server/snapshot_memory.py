@@ -232,9 +232,10 @@ class SnapshotMemory:
         Raises:
             ValueError: the box is not in the rank's shard.
         """
+        held = (snapshot, wanted.rank)
         with self._changed:
-            entries = self._read_index(snapshot, wanted.rank).get(wanted.key, ())
-            arena = self._arena(snapshot, wanted.rank)
+            entries = self._read_index(*held).get(wanted.key, ())
+            arena = self._arenas[self._table.shards[held].buffer]
         for entry in entries:
             if _contains(entry.box, wanted.box):
                 return entry, arena
@@ -377,6 +378,8 @@ class SnapshotMemory:
 
 
 def _contains(outer: Box, inner: Box) -> bool:
+    if outer == inner:
+        return True
     return len(outer.shape) == len(inner.shape) and all(
         start >= outer_start and start + length <= outer_start + outer_length
         for start, length, outer_start, outer_length in zip(

@@ -53,6 +53,8 @@ def encode_cells(tensor: StoredTensor, values: Bytes) -> EncodedCells:
         values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
     """
     *shape, itemsize = values.shape
+    if tensor.compression is None and tuple(shape) == tensor.cell:
+        return _one_plain(values)
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
     if shape != padded_shape:
@@ -67,6 +69,17 @@ def encode_cells(tensor: StoredTensor, values: Bytes) -> EncodedCells:
     if tensor.compression is None:
         return _plain(tensor, counts, in_order)
     return _compressed(tensor, counts, in_order)
+
+
+def _one_plain(values: Bytes) -> EncodedCells:
+    """Encode a chunk of one whole cell, as those of all small tensors are."""
+    nbytes = values.nbytes
+    encoded = _aligned_empty(nbytes + CHECKSUM_NBYTES)
+    content = encoded[:nbytes]
+    content.reshape(values.shape)[...] = values
+    checksum = crc32c.crc32c(content.data)
+    encoded.data[nbytes:] = checksum.to_bytes(CHECKSUM_NBYTES, "little")
+    return EncodedCells(encoded.data, (checksum,), (encoded.size,))
 
 
 def _plain(tensor: StoredTensor, counts: Sequence[int], in_order: Bytes) -> EncodedCells:
@@ -153,7 +166,12 @@ def decompress(data: Bytes, into: Bytes) -> None:
 
 
 def _aligned_empty(nbytes: int) -> Bytes:
-    """Return memory aligned to a page, which a file system can write without a copy."""
+    """Return memory aligned to a page, which a file system can write without a copy.
+
+    Less than a page is not worth it: it is copied in any case.
+    """
+    if nbytes < mmap.PAGESIZE:
+        return np.empty(nbytes, np.uint8)
     memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
     skipped = -memory.ctypes.data % mmap.PAGESIZE
     return memory[skipped : skipped + nbytes]

@@ -74,7 +74,9 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 ReadBox = Callable[[str, Box], npt.NDArray[np.uint8]]
-"""Returns a box's bytes: an array of the box's shape plus a last axis of one element's bytes."""
+"""Returns a box's bytes: an array of the box's shape plus a last axis of one element's bytes.
+
+A thread uses them only until it asks for the next box."""
 
 Piece = bytes | memoryview
 """A contiguous part of an object."""
