@@ -160,7 +160,8 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
-        local = tensor.to_local().detach()
+        # `to_local` would record a view for autograd first.
+        local = local_of(tensor).detach()
         shape = tuple(tensor.shape)
         if coordinate is None:
             return LiveTensor(key, shape, Box((0,) * len(shape), (0,) * len(shape)), local)
@@ -242,20 +243,19 @@ def placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a sharded tensor with this rank's local shard, of the shape and placement of another.
 
     What PyTorch makes of a whole DTensor (`zeros_like`) costs a millisecond for each new shape, in
-    which it finds out how the operation shards.
+    which it finds out how the operation shards. `DTensor.from_local` records a view for autograd
+    and computes the placement anew, for every tensor.
 
     Args:
         tensor: gives the shape, the mesh and the placements.
         local: this rank's shard, of any data type; it is not copied.
     """
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    spec = tensor._spec
+    assert spec.tensor_meta is not None, "a tensor that exists has a shape"
+    if local.dtype != spec.tensor_meta.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = spec.shallow_copy_with_tensor_meta(meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,9 @@ def test_a_tensor_of_any_other_dtype_is_refused_by_name(tensor: torch.Tensor) ->
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_shard_is_placed_as_pytorch_places_a_tensor_like_another(
-    placement: Placement, rank: int
+    placement: Placement, rank: int, dtype: torch.dtype
 ) -> None:
     mesh = DeviceMesh("cpu", torch.arange(3), _init_backend=False, _rank=rank)
     shape = (4, 5)  # Shards are uneven, and the last one of four rows over three is empty.
@@ -68,9 +69,10 @@ def test_a_shard_is_placed_as_pytorch_places_a_tensor_like_another(
         local.contiguous(), mesh, [placement], run_check=False, shape=torch.Size(shape),
         stride=(5, 1),
     ).requires_grad_()  # fmt: skip
-    expected = torch.zeros_like(tensor, dtype=torch.bfloat16, requires_grad=False)
+    expected = torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     assert isinstance(expected, DTensor)
-    placed = placed_like(tensor, torch.zeros_like(local_of(tensor), dtype=torch.bfloat16))
+    placed = placed_like(tensor, torch.zeros_like(local_of(tensor), dtype=dtype))
+    assert placed.dtype == dtype
     assert placed._spec == expected._spec
     assert not placed.requires_grad
     assert torch.equal(local_of(placed), local_of(expected))
