@@ -562,6 +562,9 @@ class Job:
             # Protect the state in the new groups at once: until then it depends on what is left of
             # the old groups, and may not survive another loss.
             self._snapshot_manager.snapshot(self._position)
+        if not resumed.begins:
+            # One that begins has no optimizer slots yet, of which ranks may have different ones.
+            self._replicas.learn_layouts()
 
     def _newest_step(self, assignment: Assignment) -> int | None:
         """Return the newest step to go on from, if a step was rejected after an older one."""

@@ -117,6 +117,16 @@ class ReplicaCheck:
         self._layouts = self._contradictions = ()
         self._repeated_step = self._compared_step = 0
 
+    def learn_layouts(self) -> None:
+        """Learn what each rank holds before the generation's first step; called by every rank.
+
+        Only where the state has all tensors already, as it has once the job's own was restored. The
+        first comparison asks otherwise, and then all ranks wait for the one whose optimizer takes
+        longest: a new process's, which makes its first step.
+        """
+        if self._every is not None:
+            self._begin(layout_digest(self._tensors()))
+
     def leave(self) -> None:
         """End a generation: drop what holds its state and its process groups."""
         self._tensors = _nothing
@@ -133,11 +143,12 @@ class ReplicaCheck:
         """
         if not self._is_due(step, precedes_snapshot):
             return None
-        self._compared_step = step
         tensors = self._tensors()
         if not self._layouts:
             self._begin(layout_digest(tensors))
+        if not self._compared_step:
             self._equal_step = step - 1
+        self._compared_step = step
         groups = _groups(self._layouts)
         if not groups:
             return None
@@ -169,11 +180,12 @@ class ReplicaCheck:
     def _is_due(self, step: int, precedes_snapshot: bool) -> bool:
         if self._every is None or step == self._compared_step:
             return False
-        is_periodic = not self._layouts or step % self._every == 0 or step == self._repeated_step
+        is_first = self._compared_step == 0
+        is_periodic = is_first or step % self._every == 0 or step == self._repeated_step
         return is_periodic or (precedes_snapshot and self.rolls_back)
 
     def _begin(self, layout: str) -> None:
-        """Learn at a generation's first comparison what each rank holds, and remembers."""
+        """Learn once in a generation what each rank holds, and remembers."""
         self._layouts = tuple(all_gather_json(layout))
         if self.rolls_back:
             self._contradictions = tuple(

@@ -33,6 +33,7 @@ from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
+from keepstep.elastic.trainer.replicas import ReplicaCheck
 from keepstep.elastic.trainer.snapshot_manager import Resumed, SnapshotManager
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained
@@ -187,6 +188,25 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     torch.set_rng_state(generators[0])
     random.setstate(generators[1])
     np.random.set_state(generators[2])
+
+
+def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins has no optimizer slots yet, of which ranks may have different ones."""
+    running.job._copies_synchronously = True
+    learned_at: list[int] = []
+    monkeypatch.setattr(
+        ReplicaCheck, "learn_layouts", lambda _: learned_at.append(running.job.steps)
+    )
+    with running.job as job:
+        assert learned_at == []
+        assert running.step().completed
+        monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
+        assert not running.step(aborts=True).completed
+        assert (job.world.generation, learned_at) == (2, [1])
+        assert running.step().completed
+        assert learned_at == [1]
 
 
 def test_copy_that_training_waits_for_and_that_is_refused_ends_the_generation(

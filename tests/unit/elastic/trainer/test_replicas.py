@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,6 +97,63 @@ def test_check_holds_nothing_of_a_generation_that_it_has_left() -> None:
     assert held() is not None
     check.leave()
     assert held() is None
+
+
+class TwoRanks:
+    """The messages of two ranks, of which one is told what the other says in its place."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) -> None:
+        self.told: list[Any] = []
+        self._other = other
+        monkeypatch.setattr(replicas, "all_gather_json", self._all_gather)
+
+    def _all_gather(self, told: Any) -> list[Any]:
+        self.told.append(told)
+        return [told, self._other(told)]
+
+
+def entered_check(every: int | None = 1) -> ReplicaCheck:
+    check = ReplicaCheck(every, "report")
+    mesh = SimpleNamespace(get_all_groups=tuple)
+    check.enter(cast(World, SimpleNamespace(rank=0, mesh=mesh)), state)
+    return check
+
+
+def test_ranks_that_know_they_share_nothing_do_not_meet_after_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else all of them wait for a new process, whose first optimizer step takes long."""
+    ranks = TwoRanks(monkeypatch, lambda told: f"not {told}")
+    check = entered_check()
+    check.learn_layouts()
+    assert ranks.told == [layout_digest(state())]
+    assert check.run_if_due(8, precedes_snapshot=False) is None
+    assert len(ranks.told) == 1
+
+
+def test_the_first_step_of_a_generation_is_compared_also_if_the_layouts_were_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = TwoRanks(monkeypatch, lambda told: told)
+    check = entered_check(every=100)
+    check.learn_layouts()
+    comparison = check.run_if_due(7, precedes_snapshot=False)
+    assert comparison is not None
+    assert comparison.replicas == 2
+    assert ranks.told == [layout_digest(state()), content_digest(checksums(state()))]
+    assert check.run_if_due(8, precedes_snapshot=False) is None
+    # The next generation has ranks that may hold other parts.
+    entered_again = SimpleNamespace(rank=0, mesh=SimpleNamespace(get_all_groups=tuple))
+    check.enter(cast(World, entered_again), state)
+    assert check.run_if_due(8, precedes_snapshot=False) is not None
+    assert len(ranks.told) == 4
+
+
+def test_a_job_that_compares_nothing_learns_no_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = TwoRanks(monkeypatch, lambda told: told)
+    check = entered_check(every=None)
+    check.learn_layouts()
+    assert ranks.told == []
 
 
 def test_replicas_report_what_they_hold_to_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
