@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker import telemetry, warm_up
 from keepstep.elastic.worker.messages import (
     Assignment,
     Command,
@@ -116,12 +116,7 @@ def import_early() -> None:
 def _warm_up() -> None:
     """Import what a script needs, and let PyTorch compute a step, after which it is faster."""
     import_early()
-    import torch
-
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([parameter])
-    (parameter * 2).sum().backward()
-    optimizer.step()
+    warm_up.compute_step()
 
 
 def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
