@@ -27,7 +27,8 @@ def compute_step() -> None:
     if not os.environ.get(_MONITOR_VARIABLE):
         try:
             _compute_sharded_step()
-        except RuntimeError as error:
+        except (AttributeError, ImportError, RuntimeError) as error:
+            # Other versions of PyTorch may not have the private names below.
             log.debug("not warmed up for sharded models, the first step takes longer: %s", error)
         else:
             return
