@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -43,8 +44,48 @@ from keepstep.checkpoint.live.tensors import (
 )
 
 _LOCAL = operator.attrgetter("_local_tensor")
+_PARAMETERS = operator.itemgetter("params")
 
 _Specs = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScannedOptimizer:
+    """The objects that one optimizer consisted of at a walk over the state."""
+
+    optimizer: Optimizer
+    state: Mapping[torch.Tensor, Mapping[str, Any]]
+    slots: tuple[Mapping[str, Any], ...]
+    groups: tuple[Mapping[str, Any], ...]
+    parameters: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Self:
+        """Return what an optimizer consists of now."""
+        state = slots_of(optimizer)
+        return cls(
+            optimizer=optimizer,
+            state=state,
+            slots=tuple(state.values()),
+            groups=tuple(optimizer.param_groups),
+            parameters=tuple(chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))),
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it consists of the same objects: its state, its slots, groups and parameters."""
+        groups = self.optimizer.param_groups
+        return (
+            slots_of(self.optimizer) is self.state
+            and _are_same(self.state.values(), self.slots)
+            and _are_same(groups, self.groups)
+            and _are_same(list(chain.from_iterable(map(_PARAMETERS, groups))), self.parameters)
+        )
+
+
+def _are_same(found: Collection[object], expected: Collection[object]) -> bool:
+    """Return whether two collections have the same objects in the same order."""
+    return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +94,25 @@ class _ScannedState:
 
     Attributes:
         live: the tensors, as boxes; some have several.
-        containers: the dictionary that holds each tensor: `containers[i][names[i]]` is
-            `tensors[i]`.
-        names: the key of each tensor in its container.
-        tensors: the tensors.
+        containers: the dictionary that holds each tensor and each module: `containers[i][names[i]]`
+            is `held[i]`.
+        names: the key of each in its container.
+        held: the tensors and the modules.
         sharded: the tensors that are DTensors.
         shards: the local tensors of `sharded`.
         scalars: optimizer slots that are numbers, as (document key, slots, slot).
-        sized: all dictionaries that hold tensors.
+        sized: all dictionaries that hold tensors or modules.
         sizes: the number of items in each of `sized`.
         empty: places without a tensor that may get one, as (dictionary, key).
         groups: optimizer groups, with the names of their parameters.
+        optimizers: the objects that the optimizers consist of.
         is_derived: a state hook makes new tensors at every call, so the walk must be repeated.
     """
 
     live: tuple[LiveTensor, ...]
     containers: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
+    held: tuple[torch.Tensor | nn.Module | None, ...]
     sharded: tuple[torch.Tensor, ...]
     shards: tuple[torch.Tensor, ...]
     scalars: tuple[tuple[str, Mapping[str, Any], str], ...]
@@ -78,6 +120,7 @@ class _ScannedState:
     sizes: list[int]
     empty: tuple[tuple[Mapping[str, Any], str], ...]
     groups: tuple[tuple[Mapping[str, Any], list[str]], ...]
+    optimizers: tuple[_ScannedOptimizer, ...]
     is_derived: bool
 
     @property
@@ -87,9 +130,10 @@ class _ScannedState:
         # `map` touches as little memory as possible.
         return (
             not self.is_derived
+            and all(optimizer.is_current for optimizer in self.optimizers)
             and list(map(len, self.sized)) == self.sizes
             and not any(isinstance(holder.get(name), torch.Tensor) for holder, name in self.empty)
-            and all(map(operator.is_, map(dict.get, self.containers, self.names), self.tensors))
+            and all(map(operator.is_, map(dict.get, self.containers, self.names), self.held))
             and all(map(operator.is_, map(_LOCAL, self.sharded), self.shards))
         )
 
@@ -184,12 +228,19 @@ class LiveStateReader:
         state, containers = self._model_state()
         self._tied = _tied_names(state)
         live: list[LiveTensor] = []
-        places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        places: list[tuple[dict[str, Any], str, torch.Tensor | nn.Module | None]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []
-        sized: list[Mapping[Any, Any]] = [holder for holder, _ in containers.values()]
+        modules = list(self._model.modules())
+        sized: list[Mapping[Any, Any]] = [
+            holder
+            for module in modules
+            for holder in (module._modules, module._parameters, module._buffers)
+        ]
         empty: list[tuple[Mapping[str, Any], str]] = [
             (holder, leaf) for holder, leaf in containers.values() if holder[leaf] is None
         ]
+        for module in modules:
+            places += [(module._modules, name, child) for name, child in module._modules.items()]
         is_derived = False
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name not in self._tied:
@@ -210,9 +261,7 @@ class LiveStateReader:
             for group in optimizer.param_groups:
                 names = [name for held in group["params"] for name in parameters.names(held)]
                 groups.append((group, names))
-            optimizer_state = slots_of(optimizer)
-            sized.append(optimizer_state)
-            for parameter, slots in optimizer_state.items():
+            for parameter, slots in slots_of(optimizer).items():
                 sized.append(slots)
                 for slot, value in slots.items():
                     if isinstance(value, torch.Tensor):
@@ -223,12 +272,12 @@ class LiveStateReader:
                             (f"{name}/{slot}", slots, slot) for name in parameters.shapes(parameter)
                         ]
                         empty.append((slots, slot))
-        sharded = tuple(tensor for *_, tensor in places if isinstance(tensor, DTensor))
+        sharded = tuple(held for *_, held in places if isinstance(held, DTensor))
         return _ScannedState(
             live=tuple(live),
             containers=tuple(holder for holder, *_ in places),
             names=tuple(name for _, name, _ in places),
-            tensors=tuple(tensor for *_, tensor in places),
+            held=tuple(held for *_, held in places),
             sharded=sharded,
             shards=tuple(map(local_of, sharded)),
             scalars=tuple(scalars),
@@ -236,6 +285,7 @@ class LiveStateReader:
             sizes=[len(holder) for holder in sized],
             empty=tuple(empty),
             groups=tuple(groups),
+            optimizers=tuple(map(_ScannedOptimizer.of, self._optimizers)),
             is_derived=is_derived,
         )
 
