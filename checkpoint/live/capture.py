@@ -162,7 +162,6 @@ class LiveStateReader:
         self._optimizers = tuple(optimizers)
         self._descriptions = descriptions
         self._averages = averages_in(model)
-        self._parameters = ModelParameters(model, descriptions)
         self._tied: dict[str, Json] = {}
         self._described: tuple[_ScannedState, _Specs, dict[str, Json]] | None = None
         self._scanned: _ScannedState | None = None
@@ -224,8 +223,8 @@ class LiveStateReader:
         return documents
 
     def _scan(self) -> _ScannedState:
-        parameters = self._parameters
-        state, containers = self._model_state()
+        parameters = ModelParameters(self._model, self._descriptions)
+        state, containers = self._model_state(parameters)
         self._tied = _tied_names(state)
         live: list[LiveTensor] = []
         places: list[tuple[dict[str, Any], str, torch.Tensor | nn.Module | None]] = []
@@ -289,16 +288,17 @@ class LiveStateReader:
             is_derived=is_derived,
         )
 
-    def _model_state(self) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]:
+    def _model_state(
+        self, parameters: ModelParameters
+    ) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]:
         """Return the model's tensors by name, and the module dictionaries that hold them.
 
         The parameters of FSDP1 units are not among them.
         """
-        if self._parameters.units:
-            containers = unmanaged_containers(self._model, self._parameters.units)
+        if parameters.units:
+            containers = unmanaged_containers(self._model, parameters.units)
             return {name: holder[leaf] for name, (holder, leaf) in containers.items()}, containers
-        clean = self._parameters.clean
-        # Calling this first also makes FSDP2 put its sharded parameters back in place.
+        clean = parameters.clean
         state = self._model.state_dict(keep_vars=True)
         cleaned = {clean(name): value for name, value in state.items()}
         if len(cleaned) < len(state):

@@ -9,7 +9,7 @@ one for each parameter; else they hold the shard itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,12 +116,22 @@ def flat_units(model: nn.Module) -> tuple[FlatUnit, ...]:
     )
 
 
-def reshard(model: nn.Module) -> None:
-    """Make units that still have whole parameters gathered free them, before shards are filled.
+def reshard(model: nn.Module, units: Iterable[FlatUnit]) -> None:
+    """Make FSDP's units free the whole parameters that they have gathered.
 
-    FSDP1 would go on computing with what it gathered before.
+    After a forward pass without a backward one, as of an evaluation, some have not. Then a module
+    has other parameters than its optimizer, and would go on computing with what was gathered after
+    its shards are filled. It is done on this rank alone.
+
+    Args:
+        model: the model, with units of FSDP2 or without.
+        units: its units of FSDP1.
     """
-    for unit in flat_units(model):
+    fsdp2 = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp2 is not None else ():
+        if isinstance(module, fsdp2.FSDPModule):
+            module.reshard()
+    for unit in units:
         gathered = hasattr(unit.flat, "_full_param_padded") and not unit.handle.needs_unshard()
         if unit.handle.uses_sharded_strategy and gathered:
             unit.handle.reshard(free_unsharded_flat_param=True)

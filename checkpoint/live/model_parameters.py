@@ -13,7 +13,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
-from keepstep.checkpoint.live.flat_parameters import FlatUnit, HeldRange, flat_units
+from keepstep.checkpoint.live.flat_parameters import (
+    FlatUnit,
+    HeldRange,
+    flat_units,
+    reshard,
+)
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, placed_like
 
@@ -38,7 +43,8 @@ class ModelParameters:
     """The parameters of a model, by the identity of what optimizers hold.
 
     Nearly always an optimizer holds a parameter of the model. With FSDP1 it holds a flat piece of
-    one, or a flat piece of many one after the other.
+    one, or a flat piece of many one after the other. Units of FSDP free what they have gathered:
+    optimizers hold the shards.
 
     Args:
         model: names the parameters; a shared parameter has its first name.
@@ -54,6 +60,7 @@ class ModelParameters:
 
     def __init__(self, model: nn.Module, descriptions: Descriptions = NOT_DESCRIBED) -> None:
         self.units: tuple[FlatUnit, ...] = flat_units(model)
+        reshard(model, self.units)
         self._fused = FusedTensors(descriptions)
         self.clean = name_cleaner(model)
         self._names = {

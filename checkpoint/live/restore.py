@@ -25,7 +25,6 @@ from keepstep.checkpoint.layout.documents import MASTERS, PARTS, TIED, VALUES
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
-from keepstep.checkpoint.live.flat_parameters import reshard
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.part_slices import check_parts
@@ -59,7 +58,7 @@ def allocate(
     A slot of the parameter's shape in the source is sharded like the parameter, and has its shape
     here; any other slot is complete on every rank. A master begins as its parameter's values, and
     is not made where the parameter has its data type. `step` is where torch's own optimizers keep
-    it: on the CPU, unless the group is fused or capturable. Units of FSDP1 free what they have
+    it: on the CPU, unless the group is fused or capturable. Units of FSDP free what they have
     gathered, for it is about to change.
 
     Args:
@@ -78,7 +77,6 @@ def allocate(
             too large for its parameter. After this or
             any other error, such as lack of memory, the optimizers are unchanged.
     """
-    reshard(model)
     undo = _make_undo(optimizers)
     try:
         _allocate(ModelParameters(model, descriptions), optimizers, source, descriptions)
