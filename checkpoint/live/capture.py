@@ -38,6 +38,7 @@ from keepstep.checkpoint.live.optimizer_state import slots_of
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,
+    check_disjoint,
     is_one_of_several,
     local_of,
     specs_of,
@@ -255,11 +256,7 @@ class LiveStateReader:
         for unit in parameters.units:
             places.append((vars(unit.handle), "flat_param", unit.flat))
             self._tied.update(unit.tied)
-        groups: list[tuple[Mapping[str, Any], list[str]]] = []
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                names = [name for held in group["params"] for name in parameters.names(held)]
-                groups.append((group, names))
             for parameter, slots in slots_of(optimizer).items():
                 sized.append(slots)
                 for slot, value in slots.items():
@@ -271,6 +268,7 @@ class LiveStateReader:
                             (f"{name}/{slot}", slots, slot) for name in parameters.shapes(parameter)
                         ]
                         empty.append((slots, slot))
+        check_disjoint(live)
         sharded = tuple(held for *_, held in places if isinstance(held, DTensor))
         return _ScannedState(
             live=tuple(live),
@@ -283,7 +281,7 @@ class LiveStateReader:
             sized=tuple(sized),
             sizes=[len(holder) for holder in sized],
             empty=tuple(empty),
-            groups=tuple(groups),
+            groups=tuple(parameters.groups(self._optimizers)),
             optimizers=tuple(map(_ScannedOptimizer.of, self._optimizers)),
             is_derived=is_derived,
         )

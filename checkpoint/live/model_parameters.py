@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
@@ -95,6 +97,26 @@ class ModelParameters:
                 "does not have; make the optimizer after the model is sharded, and pass the model "
                 "and the optimizer of the same training state"
             ) from None
+
+    def groups(self, optimizers: Iterable[Optimizer]) -> list[tuple[dict[str, Any], list[str]]]:
+        """Return the groups of optimizers, with the names of the parameters in each.
+
+        Raises:
+            LayoutMismatch: two optimizers have the same parameter; also as `names` raises.
+        """
+        groups: list[tuple[dict[str, Any], list[str]]] = []
+        owners: dict[str, Optimizer] = {}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                names = [name for parameter in group["params"] for name in self.names(parameter)]
+                for name in names:
+                    if owners.setdefault(name, optimizer) is not optimizer:
+                        raise LayoutMismatch(
+                            f"{name} is a parameter of two optimizers, and what they know of it "
+                            "would be stored under the same name; give it to one of them"
+                        )
+                groups.append((group, names))
+        return groups
 
     def shapes(self, parameter: torch.Tensor) -> Mapping[str, tuple[int, ...]]:
         """Return the unsharded shapes, by name, of the parameters that this rank has elements of.

@@ -95,6 +95,8 @@ class TrainingState:
         )
         """Whether an optimizer may run in a CUDA graph, whose writes move no version counter."""
         parameters = ModelParameters(state.model)
+        # What cannot be stored is refused now, not at the first snapshot.
+        parameters.groups(self.optimizers)
         self._buffers = {
             f"model/{parameters.clean(name)}" for name, _ in state.model.named_buffers()
         }

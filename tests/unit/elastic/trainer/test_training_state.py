@@ -3,7 +3,7 @@
 import functools
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -178,6 +178,32 @@ def test_optimizer_that_a_cuda_graph_may_replay_is_recognized(
     """Its writes move no version counter, so a write during a copy would not be noticed."""
     state = State(nn.Linear(1, 1), functools.partial(torch.optim.AdamW, capturable=capturable))
     assert TrainingState(state, torch.device(device), 0).may_replay_writes is may
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_a_parameter_of_two_optimizers_is_refused_at_the_start(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """Both would store their slots and options under its name, and one would get the other's."""
+    model = nn.Linear(2, 2)
+    state = State(model, lambda parameters: [optimizer(parameters), optimizer([model.weight])])
+    with pytest.raises(LayoutMismatch, match="weight is a parameter of two optimizers"):
+        TrainingState(state, torch.device("cpu"), 0)
+
+
+def test_slots_that_another_optimizer_has_kept_of_a_parameter_are_refused() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    first = torch.optim.SGD([{"params": [model.weight]}, {"params": []}], momentum=0.9)
+    second = torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9)
+    second.param_groups.clear()
+    training = TrainingState(State(model, lambda _: [first, second]), torch.device("cpu"), 0)
+    for optimizer in (first, second):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        if optimizer is first:
+            second.param_groups.append(first.param_groups.pop(0))
+    with pytest.raises(LayoutMismatch, match="optim/weight/momentum_buffer is in the state twice"):
+        training.capture(Position(1))
 
 
 def test_fused_parts_of_a_job_are_those_of_its_state() -> None:
