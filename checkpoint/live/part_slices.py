@@ -15,7 +15,7 @@ from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions,
 from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.flat_fragment import empty_box
 from keepstep.checkpoint.live.placement import local_boxes_of_parts
-from keepstep.checkpoint.live.tensors import LiveTensor, describe, offset_nbytes
+from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, offset_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FusedTensors:
         """
         table = self.table(parameter or key)
         if table is None:
-            return (describe(key, tensor),)
+            return _boxes(key, tensor)
         if table.axis >= tensor.dim():
             raise LayoutMismatch(
                 f"{key}: has {tensor.dim()} dimensions, its part table is of dimension "
@@ -60,7 +60,7 @@ class FusedTensors:
                     f"{key}: dimension {table.axis} of shape {tuple(tensor.shape)} is not sliced, "
                     f"and its parts have {table.extent} elements; correct the part table"
                 )
-            return (describe(key, tensor),)
+            return _boxes(key, tensor)
         assert isinstance(tensor, DTensor)
         return _describe_slices(key, tensor, table, mesh_axis)
 
@@ -84,7 +84,7 @@ class FusedTensors:
         table = self.table(parameter_key)
         sliced = self._sliced_dimension(slot)
         if table is None or sliced is None or self._slicing_axis(key, parameter, table) is None:
-            return (describe(key, slot),)
+            return _boxes(key, slot)
         if sliced != table.axis or slot.shape[sliced] != parameter.shape[table.axis]:
             raise LayoutMismatch(
                 f"{key}: tensor parallelism slices dimension {sliced} of this slot of shape "
@@ -162,6 +162,13 @@ def _order(table: Json) -> str:
         return f"[{parts}] of dimension {table['axis']} in {table['groups']} groups"
     except (KeyError, TypeError):
         return repr(table)
+
+
+def _boxes(key: str, tensor: torch.Tensor) -> tuple[LiveTensor, ...]:
+    """Return this rank's box of a tensor; one without elements, or none, outside of its mesh."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return empty_box(key, tuple(tensor.shape), local_of(tensor).detach())
+    return (describe(key, tensor),)
 
 
 def _describe_slices(

@@ -152,7 +152,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
-    """Return this rank's box of a tensor, sharded or not.
+    """Return this rank's box of a tensor, sharded or not; the rank is in the tensor's mesh.
 
     Raises:
         LayoutMismatch: the local shard's shape contradicts the placements, or these are not boxes.
@@ -163,8 +163,7 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
         # `to_local` would record a view for autograd first.
         local = local_of(tensor).detach()
         shape = tuple(tensor.shape)
-        if coordinate is None:
-            return LiveTensor(key, shape, Box((0,) * len(shape), (0,) * len(shape)), local)
+        assert coordinate is not None
         box = local_box(shape, tuple(mesh.shape), coordinate, tensor.placements)
         if tuple(local.shape) != box.shape and (local.numel() or box.size):
             raise LayoutMismatch(

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from keepstep import checkpoint
@@ -148,3 +148,29 @@ def fail_on_one(rank: int, root: str) -> None:
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     run_ranks(fail_on_one, args=(str(tmp_path),), nprocs=2)
     assert not (tmp_path / "run").exists()
+
+
+def run_outside_of_a_mesh(rank: int, root: str) -> None:
+    def act() -> None:
+        mesh = DeviceMesh("cpu", [1])
+
+        def state(value: float) -> dict[str, DTensor]:
+            return {
+                name: distribute_tensor(torch.full(shape, value), mesh, [Replicate()])
+                for name, shape in (("scalar", ()), ("vector", (3,)), ("matrix", (3, 2)))
+            }
+
+        checkpoint.save(f"{root}/run", state(5.0), step=1)
+        loaded = state(0.0)
+        assert checkpoint.load(f"{root}/run", loaded) == 1
+        for tensor in loaded.values():
+            assert tensor.to_local().unique().tolist() == [5.0] * rank
+
+    act_in_groups(rank, root, (2, act))
+
+
+def test_ranks_outside_of_a_tensors_mesh_save_and_load_with_the_others(tmp_path: Path) -> None:
+    run_ranks(run_outside_of_a_mesh, args=(str(tmp_path),), nprocs=2)
+    loaded = {"scalar": torch.zeros(()), "vector": torch.zeros(3), "matrix": torch.zeros(3, 2)}
+    assert checkpoint.load(f"{tmp_path}/run", loaded) == 1
+    assert all(bool((tensor == 5).all()) for tensor in loaded.values())
