@@ -127,10 +127,11 @@ def reshard(model: nn.Module, units: Iterable[FlatUnit]) -> None:
         model: the model, with units of FSDP2 or without.
         units: its units of FSDP1.
     """
-    fsdp2 = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp2 is not None else ():
-        if isinstance(module, fsdp2.FSDPModule):
-            module.reshard()
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
     for unit in units:
         gathered = hasattr(unit.flat, "_full_param_padded") and not unit.handle.needs_unshard()
         if unit.handle.uses_sharded_strategy and gathered:
