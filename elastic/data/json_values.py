@@ -10,7 +10,9 @@ arrays in which data loaders keep their generators' states, as `{"$tuple": [...]
 from __future__ import annotations
 
 import base64
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,8 +92,9 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
 
     Args:
         stored: the JSON value.
-        like: a value with the same structure, such as a fresh object's state; mappings get the
-            types that it has (`Counter`), and lists become tuples where it has tuples.
+        like: a value with the same structure, such as a fresh object's state; mappings and lists
+            get the types that it has (`Counter`), lists become tuples where it has tuples, and
+            tuples get the names of its fields. What `defaultdict`s hold is like what they make.
     """
     if isinstance(stored, Mapping):
         kind = next(iter(stored), None)
@@ -102,10 +105,8 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
             if stored.keys() == {_PAIRS}
             else stored.items()
         )
-        like_items = like if isinstance(like, Mapping) else {}
-        result = {key: from_json_value(item, like_items.get(key)) for key, item in pairs}
-        is_subclass = isinstance(like, dict) and type(like) is not dict
-        return type(like)(result) if is_subclass else result
+        result = {key: from_json_value(item, _like_item(like, key, item)) for key, item in pairs}
+        return _as_dict(like, result) if isinstance(like, dict) else result
     if isinstance(stored, list):
         is_same_length = isinstance(like, list | tuple) and len(like) == len(stored)
         like_elements = like if is_same_length else [None] * len(stored)
@@ -113,15 +114,47 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
             from_json_value(item, like_item)
             for item, like_item in zip(stored, like_elements, strict=True)
         ]
-        return tuple(items) if isinstance(like, tuple) else items
+        if isinstance(like, tuple):
+            return _as_tuple(like, items)
+        return _as_list(like, items) if isinstance(like, list) else items
     return stored
+
+
+def _like_item(like: Any, key: Any, stored: Json) -> Any:
+    """Return what an item of a mapping is like; only items that hold others need to know."""
+    if isinstance(like, defaultdict) and key not in like and isinstance(stored, Mapping | list):
+        return None if like.default_factory is None else like.default_factory()
+    return like.get(key) if isinstance(like, Mapping) else None
+
+
+def _as_dict(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the items in a copy of another, since each class has a constructor of its own."""
+    if type(like) is dict:
+        return items
+    result = copy.copy(like)
+    result.clear()
+    result.update(items)
+    return result
+
+
+def _as_list(like: list[Any], items: list[Any]) -> list[Any]:
+    if type(like) is list:
+        return items
+    result = copy.copy(like)
+    result[:] = items
+    return result
+
+
+def _as_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    has_names = hasattr(like, "_fields") and len(like) == len(items)
+    return type(like)._make(items) if has_names else tuple(items)  # type: ignore[attr-defined]
 
 
 def _decode(kind: str, content: Json, like: Any) -> Any:
     if kind == _FLOAT:
         return float(content)
     if kind == _TUPLE:
-        return tuple(from_json_value(content, like))
+        return _as_tuple(like if isinstance(like, tuple) else (), from_json_value(content, like))
     if kind == _BYTES:
         return base64.b64decode(content)
     dtype, shape, encoded = content

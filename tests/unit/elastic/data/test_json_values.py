@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections import Counter
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -59,6 +59,64 @@ def test_types_that_json_lacks_are_restored_from_a_fresh_value() -> None:
     assert restored == value
     assert type(restored["milestones"]) is Counter
     assert type(restored["betas"]) is tuple
+
+
+class Span(NamedTuple):
+    begin: int
+    end: int
+
+
+class Bounded(dict[str, int]):
+    """A mapping whose constructor takes something else."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+
+class History(list[float]):
+    """A list whose constructor takes something else."""
+
+    def __init__(self, *, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+
+def test_subclasses_with_constructors_of_their_own_are_restored() -> None:
+    bounded, history = Bounded(3), History(length=2)
+    bounded["a"] = 1
+    history.append(0.5)
+    value = {
+        "seen": defaultdict(int, {"easy": 3}),
+        "nested": defaultdict(Counter, {"easy": Counter("aab")}),
+        "ordered": OrderedDict(b=1, a=2),
+        "span": Span(2, 5),
+        "spans": [Span(0, 1)],
+        "bounded": bounded,
+        "history": history,
+    }
+    fresh = {
+        "seen": defaultdict(int, {"old": 1}),
+        "nested": defaultdict(Counter),
+        "ordered": OrderedDict(),
+        "span": Span(0, 0),
+        "spans": [Span(0, 0)],
+        "bounded": Bounded(3),
+        "history": History(length=2),
+    }
+    stored = json.loads(json.dumps(to_json_value("value", value)))
+    restored = from_json_value(stored, fresh)
+    assert restored == value
+    assert {key: type(item) for key, item in restored.items()} == {
+        key: type(item) for key, item in value.items()
+    }
+    assert restored["seen"]["hard"] == 0
+    assert type(restored["nested"]["easy"]) is Counter
+    assert (restored["span"].end, restored["spans"][0].end) == (5, 1)
+    assert (restored["bounded"].limit, restored["history"].length) == (3, 2)
+    # What a value is like stays as it was: it may be the fresh object's own.
+    assert fresh["seen"] == {"old": 1}
+    assert fresh["nested"] == {}
 
 
 @pytest.mark.parametrize(
