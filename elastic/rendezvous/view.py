@@ -81,8 +81,9 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """Prefix of all of the job's keys."""
-        return f"/keepstep/{self.job}/"
+        """Prefix of all of the job's keys, and of no other job's: a name may hold slashes."""
+        name = self.job.replace("%", "%25").replace("/", "%2F")
+        return f"/keepstep/{name}/"
 
     @property
     def followed(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, NodeReport
-from keepstep.elastic.rendezvous.view import JoinedNode, View, with_reports
+from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, with_reports
 
 RECORD = NodeRecord(
     node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d",
@@ -20,6 +20,18 @@ REPORT = NodeReport(
 def view_of(record: NodeRecord) -> View:
     others = {"b": JoinedNode(replace(RECORD, node="b", lease=8), 2)}
     return View(revision=9, nodes={record.node: JoinedNode(record, 1), **others})
+
+
+@pytest.mark.parametrize("other", ["llama/ablation", "llama/", "llama%2Fablation", "llama/control"])
+def test_keys_of_a_job_lie_under_no_other_job(other: str) -> None:
+    # The last member to leave deletes all keys under its job's prefix.
+    keys, others = Keys("llama"), [Keys(other), Keys("llama/ablation/2")]
+    assert keys.prefix == "/keepstep/llama/"
+    for other_keys in others:
+        assert not other_keys.node("a").startswith(keys.prefix)
+        assert other_keys.name(other_keys.node("a")) == "nodes/a"
+    assert len({keys.prefix, *(other_keys.prefix for other_keys in others)}) == 3
+    assert Keys("llama%2Fablation").prefix != Keys("llama/ablation").prefix
 
 
 @pytest.mark.parametrize("phase", [NodePhase.STARTING, NodePhase.RUNNING])
