@@ -218,14 +218,15 @@ class EtcdStore:
                     if isinstance(item, Reset):
                         break
             except _WatchRefused as refused:
-                # A member refuses a watch with an unknown token in the same words.
-                if is_token_new or self._credentials.user is None:
+                # Members before 3.5.5 refuse a watch with an unknown token as one without the
+                # right to read. A member may know a new token later than the one that gave it.
+                is_final = is_token_new and not _is_token_rejected(str(refused))
+                if is_final or self._credentials.user is None:
                     raise UsageError(
                         f"etcd at {endpoint.address} refuses a watch on {prefix}: {refused}; "
                         "give the user a role that may read and write there"
                     ) from None
                 is_token_new = await self._authenticate(endpoint)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             except grpc.aio.AioRpcError as error:
                 _end_if_cancelled()
                 details = error.details() or ""
@@ -235,8 +236,9 @@ class EtcdStore:
                     raise
                 log.debug("watch on %s broke: %s", endpoint.address, details)
                 self._switch_endpoint(endpoint)
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
-                backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+            # However it ended: a member may cancel every watch for a reason that is not known here.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+            backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
     async def close(self) -> None:
         """See `Store.close`."""
@@ -255,9 +257,10 @@ class EtcdStore:
                 if reply.compact_revision > after:
                     yield Reset(await self.read(prefix))
                     return
-                if reply.canceled and "permission denied" in reply.cancel_reason:
+                if reply.canceled and _is_refusal(reply.cancel_reason):
                     raise _WatchRefused(reply.cancel_reason)
                 if reply.canceled:
+                    log.debug("%s cancels a watch: %s", endpoint.address, reply.cancel_reason)
                     return
                 for changes in _by_revision(reply.events):
                     yield changes
@@ -270,6 +273,7 @@ class EtcdStore:
         """Try endpoints in turn until one answers or the deadline passes."""
         until_s = time.monotonic() + self._deadline_s
         backoff_s = _BACKOFF_S
+        has_authenticated = False
         while True:
             endpoint = self._endpoints[self._current]
             try:
@@ -286,6 +290,10 @@ class EtcdStore:
                         "defragment it, then run `etcdctl alarm disarm` (docs/etcd.md)"
                     ) from None
                 if _is_token_rejected(details) and time.monotonic() < until_s:
+                    if has_authenticated:
+                        await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+                        backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+                    has_authenticated = True
                     await self._authenticate(endpoint)
                     continue
                 if error.code() not in _TRANSIENT:
@@ -369,6 +377,11 @@ def _end_if_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
+
+
+def _is_refusal(reason: str) -> bool:
+    """Whether a watch was cancelled for want of a valid token, or of the right to read."""
+    return "permission denied" in reason or _is_token_rejected(reason)
 
 
 def _is_token_rejected(details: str) -> bool:
