@@ -323,6 +323,7 @@ class Membership:
                 await self._follow_changes()
             except StoreUnavailable as error:
                 log.debug("%s; watching again", error)
+                await asyncio.sleep(_OUTAGE_POLL_S)
 
     async def _follow_changes(self) -> None:
         """Follow changes until the member follows other keys, or has missed some members."""

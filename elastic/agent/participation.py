@@ -45,6 +45,10 @@ from keepstep.transport import Identity
 
 log = logging.getLogger("keepstep")
 
+_REJOIN_S = 0.05
+_MOST_REJOIN_S = 1.0
+"""The pauses between attempts to join again, which may fail at once, grow to this."""
+
 # The first of these that ended a membership is what the user should know: a broken invariant is
 # never hidden, and a lost lease explains everything else.
 _CAUSES = (
@@ -126,9 +130,12 @@ class Participation:
             stack.push_async_callback(self._snapshots.supervisor.close)
             stack.push_async_callback(self._node.worker_group.stop, 0.0)
             member_until_s = float("-inf")
+            pause_s = _REJOIN_S
+            reported = ""
             while True:
                 try:
                     await self._join()
+                    pause_s, reported = _REJOIN_S, ""
                     return await self._take_part()
                 except LeaseLost as lost:
                     result = self._node.membership.view.result
@@ -145,7 +152,11 @@ class Participation:
                     if self._is_overdue:
                         log.warning("left without joining again: %s", unavailable)
                         return False
-                    log.error("%s; trying again", unavailable)
+                    if str(unavailable) != reported:
+                        reported = str(unavailable)
+                        log.error("%s; trying again", unavailable)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _MOST_REJOIN_S)
         raise AssertionError("unreachable: the stack suppresses nothing")
 
     def _new_membership(self, record: NodeRecord) -> Membership:

@@ -117,6 +117,38 @@ def test_node_that_is_declared_gone_joins_again_while_the_job_goes_on(tmp_path: 
     play(scenario())
 
 
+def test_node_that_cannot_join_again_pauses_and_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """etcd without space refuses writes at once: a node wrote thousands of lines."""
+    pauses: list[float] = []
+    monkeypatch.setattr("keepstep.elastic.agent.participation._REJOIN_S", 1e-4)
+    sleep = asyncio.sleep
+
+    async def noted(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(0)
+
+    async def scenario() -> None:
+        async with participating(tmp_path) as participation:
+            lost = Lost(participation, View(), is_away=True)
+            monkeypatch.setattr("keepstep.elastic.agent.participation.asyncio.sleep", noted)
+            running = asyncio.ensure_future(participation.run())
+            while lost.joined < 20:
+                await sleep(0)
+            running.cancel()
+            await asyncio.wait({running})
+            waited = [pause for pause in pauses if pause > 0]
+            assert len(waited) >= lost.joined - 2
+            assert (waited[0], waited[-1]) == (1e-4, 1.0)
+
+    play(scenario())
+    assert [m for m in caplog.messages if "again" in m] == [
+        "node a was declared gone; its workers stop, joining again",
+        "no answer; trying again",
+    ]
+
+
 def test_node_that_is_to_leave_does_not_wait_longer_than_its_grace_for_the_coordinator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
