@@ -243,6 +243,21 @@ class Membership:
         if error is not None:
             raise error from None
 
+    async def renew_during(self, work: Awaitable[None]) -> None:
+        """Keep the lease while something is done between `join` and `run`, however long it takes.
+
+        Raises:
+            LeaseLost: the node was declared gone meanwhile; what was begun is done nevertheless.
+        """
+        renewing = asyncio.create_task(self._renew())
+        try:
+            await work
+        finally:
+            renewing.cancel()
+            (ended,) = await asyncio.gather(renewing, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+
     def update(self, **changes: Any) -> None:
         """Change fields of the record, to be written soon; states in between may be skipped."""
         record = replace(self.record, **changes)

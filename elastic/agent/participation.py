@@ -177,18 +177,24 @@ class Participation:
         """Become a member, with a snapshot server of the job that answers."""
         secret = await self._node.membership.join()
         if secret != self._secret:
-            # Whatever was held belongs to a job that is over.
-            await self._snapshots.supervisor.close()
-            await self._node.worker_group.stop(0.0)
-            self._node.forget()
-            self._secret = secret
-            await self._snapshots.start(secret)
+            # On a loaded machine a snapshot server may start for longer than a lease lasts.
+            await self._node.membership.renew_during(self._prepare(secret))
         if self._node.membership.record.phase is NodePhase.DRAINED:
             # The generation that is open counts on this node, and is over for it.
             self._node.drained = self._node.membership.record.generation
         await self._agent_listener.admit(
             secret, self._node.membership.receive_report, self._snapshots.receive_announcement
         )
+
+    async def _prepare(self, secret: bytes) -> None:
+        """Start a snapshot server for a job in which this node has taken no part."""
+        # Whatever was held belongs to a job that is over.
+        self._secret = None
+        await self._snapshots.supervisor.close()
+        await self._node.worker_group.stop(0.0)
+        self._node.forget()
+        await self._snapshots.start(secret)
+        self._secret = secret
 
     async def _take_part(self) -> bool:
         """Work as a member until the job ends or this node leaves.
@@ -224,11 +230,13 @@ class Participation:
                 async with asyncio.timeout(self._config.abort_timeout_s):
                     await self._wake.wait()
         self._node.drained = group.generation
-        try:
-            await self._snapshots.server.verify()
-        except ServerGone:
-            await self._snapshots.replace()
-        self._snapshots.record(phase=self._node.phase(), step=group.step)
+        # A lease may be lost before the first server is started.
+        if self._secret is not None:
+            try:
+                await self._snapshots.server.verify()
+            except ServerGone:
+                await self._snapshots.replace()
+            self._snapshots.record(phase=self._node.phase(), step=group.step)
         self._node.membership = self._new_membership(self._node.membership.record)
 
     async def _mend_server(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import Result
 from keepstep.elastic.rendezvous.view import View
+from keepstep.elastic.store.contract import Committed, Created, Delete, Modified, Put, Store
 from keepstep.elastic.store.memory import MemoryStore
 from keepstep.elastic.worker.messages import Command, CommandKind
 from tests.patience import patient
@@ -29,7 +30,11 @@ NOTHING = Command(CommandKind.PROGRAM, "true", ())
 
 @asynccontextmanager
 async def participating(
-    directory: Path, command: Command = NOTHING, grace_s: float = 30.0
+    directory: Path,
+    command: Command = NOTHING,
+    grace_s: float = 30.0,
+    store: Store | None = None,
+    lease_ttl_s: float = 5.0,
 ) -> AsyncIterator[Participation]:
     config = AgentConfig(
         job="job",
@@ -43,12 +48,13 @@ async def participating(
         digest="d",
         abort_timeout_s=patient(60),
         grace_s=grace_s,
+        lease_ttl_s=lease_ttl_s,
     )
     wake = asyncio.Event()
     listener, store_socket = await AgentListener.open("a", "127.0.0.1"), StoreSocket("127.0.0.1")
     participation = Participation(
         config,
-        MemoryStore(),
+        store or MemoryStore(),
         agent_listener=listener,
         store_socket=store_socket,
         departure=Departure(wake.set),
@@ -113,6 +119,117 @@ def test_node_that_is_declared_gone_joins_again_while_the_job_goes_on(tmp_path: 
             lost = Lost(participation, View())
             assert await participation.run()
             assert lost.joined == 2
+
+    play(scenario())
+
+
+class NoServer:
+    """Stands for the snapshot servers of a node: how often one was started, and after what."""
+
+    def __init__(self, participation: Participation, before: Callable[[], Awaitable[None]]) -> None:
+        self.started = 0
+        self._before = before
+        participation._snapshots.start = self._start  # type: ignore[method-assign]
+        participation._take_part = self._take_part  # type: ignore[method-assign]
+
+    async def _start(self, _: bytes) -> None:
+        self.started += 1
+        await self._before()
+
+    async def _take_part(self) -> bool:
+        return True
+
+
+def test_lease_is_renewed_while_a_snapshot_server_starts(tmp_path: Path) -> None:
+    """On a loaded machine that took longer than the lease, and the node was declared gone."""
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        renewed = asyncio.Event()
+        renew = store.renew
+
+        async def noted(lease: int) -> float:
+            renewed.set()
+            return await renew(lease)
+
+        async def slow_start() -> None:
+            async with asyncio.timeout(patient(5)):
+                for _ in range(3):
+                    renewed.clear()
+                    await renewed.wait()
+
+        store.renew = noted  # type: ignore[method-assign]
+        async with participating(tmp_path, store=store, lease_ttl_s=0.1) as participation:
+            server = NoServer(participation, slow_start)
+            assert await participation.run()
+            assert server.started == 1
+
+    play(scenario())
+
+
+def test_lease_that_is_lost_while_a_snapshot_server_starts_is_taken_anew_with_that_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        lost = asyncio.Event()
+        renew = store.renew
+
+        async def refused(lease: int) -> float:
+            try:
+                return await renew(lease)
+            except LeaseLost:
+                lost.set()
+                raise
+
+        async def stall() -> None:
+            await store.advance(100.0)
+            async with asyncio.timeout(patient(5)):
+                await lost.wait()
+
+        store.renew = refused  # type: ignore[method-assign]
+        async with participating(tmp_path, store=store, lease_ttl_s=0.1) as participation:
+            server = NoServer(participation, stall)
+            ended: list[bytes | None] = []
+
+            async def end_work() -> None:
+                ended.append(participation._secret)
+                record = participation._node.membership.record
+                participation._node.membership = participation._new_membership(record)
+
+            monkeypatch.setattr(participation, "_end_work", end_work)
+            assert await participation.run()
+            assert server.started == 1
+            assert len(ended) == 1
+            assert ended[0] is not None
+
+    play(scenario())
+
+
+def test_node_whose_lease_ends_before_its_first_write_joins_again(tmp_path: Path) -> None:
+    """No snapshot server has been started yet, of which the end of the work would ask anything."""
+
+    class Stalling(MemoryStore):
+        """The coordinator stands still for longer than the lease, once."""
+
+        has_stalled = False
+
+        async def commit(
+            self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+        ) -> Committed:
+            if not self.has_stalled:
+                self.has_stalled = True
+                await self.advance(100.0)
+            return await super().commit(conditions, operations)
+
+    async def scenario() -> None:
+        async def at_once() -> None:
+            return
+
+        async with participating(tmp_path, store=Stalling()) as participation:
+            server = NoServer(participation, at_once)
+            assert await participation.run()
+            assert server.started == 1
 
     play(scenario())
 
