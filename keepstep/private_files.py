@@ -162,6 +162,47 @@ def write_file(path: Path, content: bytes, *, replace: bool = True) -> None:
 
 
 @contextmanager
+def held_file(path: Path, content: bytes) -> Iterator[None]:
+    """Write a file as `write_file` does, and hold it while the context lasts; then remove it.
+
+    `is_held` tells other processes so. The kernel releases it however this process ends: a process
+    id would not tell, which another process may have by then.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor, unfinished = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+    with open(descriptor, "wb", buffering=0) as file:
+        # Before anybody can find it.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            file.write(content)
+            os.replace(unfinished, path)
+        except OSError:
+            Path(unfinished).unlink(missing_ok=True)
+            raise
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process that lives holds this file by `held_file`. Needs no permission to write.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    with open(os.open(path, flags), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextmanager
 def run_directory() -> Iterator[Path]:
     """Create a directory for one process's sockets and files; remove it at the end.
 

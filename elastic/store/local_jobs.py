@@ -1,8 +1,8 @@
 """Registers the jobs on this machine that started their own coordinator.
 
 With it `keepstep status` finds the coordinator without an address. There is one small file per job
-in the user's runtime directory. The agent removes it when it ends; a file whose process is gone is
-ignored and removed.
+in the user's runtime directory. The agent holds it, and removes it when it ends; a file that nobody
+holds is ignored and removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.store.address import Address, parse_address
@@ -23,9 +22,10 @@ from keepstep.private_files import (
     NotPrivate,
     check_directory,
     created_directory,
+    held_file,
+    is_held,
     read_file,
     runtime_directory,
-    write_file,
 )
 
 
@@ -71,15 +71,12 @@ def registered(job: str, address: Address) -> Iterator[None]:
     except NotPrivate as error:
         raise UsageError(str(error)) from error
     # Monitors read the directory every other second, and must not find a partial file.
-    write_file(path, msgspec.json.encode(entry))
-    try:
+    with held_file(path, msgspec.json.encode(entry)):
         yield
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def local_jobs() -> tuple[LocalJob, ...]:
-    """Return the jobs whose process is alive. Needs no permission to write.
+    """Return the jobs whose agents live. Needs no permission to write.
 
     Raises:
         UsageError: the directory of registrations belongs to another user, or others may use it.
@@ -96,9 +93,10 @@ def local_jobs() -> tuple[LocalJob, ...]:
     for path in sorted(directory.glob("*.json")):
         try:
             entry = msgspec.json.decode(read_file(path), type=LocalJob)
+            is_alive = is_held(path)
         except (OSError, NotPrivate, msgspec.MsgspecError, ValueError):
             continue  # The job has just ended; or this is none of our files.
-        if psutil.pid_exists(entry.pid):
+        if is_alive:
             jobs.append(entry)
         else:
             with suppress(OSError):

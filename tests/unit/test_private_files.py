@@ -10,6 +10,8 @@ import pytest
 from keepstep.private_files import (
     NotPrivate,
     created_directory,
+    held_file,
+    is_held,
     own_secret,
     read_file,
     read_secret,
@@ -92,6 +94,35 @@ def test_directory_that_others_may_enter_is_refused(private: Path) -> None:
     private.chmod(0o711)
     with pytest.raises(NotPrivate, match="chmod 700"):
         created_directory(private)
+
+
+def test_file_is_held_while_its_process_lives(private: Path) -> None:
+    path = private / "job.json"
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from keepstep.private_files import held_file\n"
+        "with held_file(Path(sys.argv[1]), b'{}'):\n"
+        "    print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert is_held(path)
+        assert read_file(path) == b"{}"
+        other.kill()
+        other.wait()
+    assert path.exists()
+    assert not is_held(path)
+    with held_file(path, b"own"):
+        assert is_held(path)
+        assert read_file(path) == b"own"
+    assert list(private.iterdir()) == []
 
 
 def test_run_directory_of_a_killed_process_is_removed_and_that_of_a_living_one_kept(

@@ -9,7 +9,7 @@ import pytest
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.local_jobs import local_jobs, registered
-from keepstep.private_files import write_file
+from keepstep.private_files import held_file, write_file
 
 ALIVE = {"job": "run7", "store": "keepstep://127.0.0.1:1", "pid": os.getpid()}
 
@@ -77,10 +77,26 @@ def test_registration_that_others_could_write_or_that_is_a_link_is_ignored(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     jobs = directory_of_jobs(tmp_path)
-    write_file(jobs / "own.json", json.dumps(ALIVE).encode())
-    assert [entry.job for entry in local_jobs()] == ["run7"]
-    (jobs / "own.json").chmod(0o666)
-    write_file(tmp_path / "target", json.dumps(ALIVE).encode())
-    (jobs / "link.json").symlink_to(tmp_path / "target")
-    write_file(jobs / "damaged.json", b"{}")
+    alive = json.dumps(ALIVE).encode()
+    with held_file(jobs / "own.json", alive), held_file(tmp_path / "target", alive):
+        assert [entry.job for entry in local_jobs()] == ["run7"]
+        (jobs / "own.json").chmod(0o666)
+        (jobs / "link.json").symlink_to(tmp_path / "target")
+        write_file(jobs / "damaged.json", b"{}")
+        assert local_jobs() == ()
+
+
+def test_registration_of_an_agent_that_was_killed_is_removed_though_its_process_id_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container that is started again, the agent has the process id that it had before."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    jobs = directory_of_jobs(tmp_path)
+    write_file(jobs / "run7.json", json.dumps(ALIVE).encode())
+    address = Address(("127.0.0.1:1",), Access.SECRET)
+    with registered("run7", address):
+        assert [entry.job for entry in local_jobs()] == ["run7"]
+        assert not (jobs / "run7.json").exists()
+        with pytest.raises(UsageError, match="already runs"), registered("run7", address):
+            pass
     assert local_jobs() == ()
