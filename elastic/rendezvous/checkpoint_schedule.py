@@ -82,6 +82,26 @@ def is_stored(view: View, step: int) -> bool:
     return view.checkpoint is not None and view.checkpoint.step >= step
 
 
+def differing_urls(records: Iterable[NodeRecord]) -> str | None:
+    """Return what is wrong if the nodes' scripts name several places for checkpoints, else None.
+
+    Nothing could be stored then, and each rank would wait for ever for the last step to be.
+    """
+    first: NodeRecord | None = None
+    for record in records:
+        if record.checkpoint_url is None:
+            continue
+        if first is None:
+            first = record
+        if record.checkpoint_url != first.checkpoint_url:
+            return (
+                f"the ranks on {first.node} store checkpoints at {first.checkpoint_url}, those on "
+                f"{record.node} at {record.checkpoint_url}; give all ranks the same URL, made of "
+                "what they all know, such as the job's name, and not of the time or the host"
+            )
+    return None
+
+
 def _request(
     view: View, commit: SnapshotCommit, records: Sequence[NodeRecord], wall_s: float
 ) -> PersistRequest:

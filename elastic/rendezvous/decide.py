@@ -312,11 +312,15 @@ def _unrecoverable_result(
 ) -> Result | None:
     """Return the job's result if another attempt is pointless.
 
-    That is after a fatal error, or when the last checkpoint cannot be stored.
+    That is after a fatal error, when the last checkpoint cannot be stored, or when the nodes do not
+    agree where.
     """
     for record in _current(present, generation):
         if record.failure is not None and record.failure.kind is FailureKind.FATAL:
             return Result(False, record.failure.message)
+    disagreement = checkpoint_schedule.differing_urls(_current(present, generation))
+    if disagreement is not None:
+        return Result(False, disagreement)
     failed = view.store_failure
     is_last = failed is not None and failed.count >= checkpoint_schedule.FINAL_ATTEMPTS
     if failed and is_last and present and all(
