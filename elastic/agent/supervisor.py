@@ -19,6 +19,7 @@ from typing import TypeAlias
 import psutil
 
 from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
+from keepstep.elastic.worker.log_files import copies_output
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
     AgentMessage,
@@ -256,7 +257,8 @@ class Worker:
     def _kill_all(self) -> None:
         """SIGKILL the worker, its session, and its descendants in sessions of their own.
 
-        Data loaders and debuggers make such sessions.
+        Data loaders and debuggers make such sessions. What copies the worker's output ends by
+        itself, with the last of it.
         """
         if not self.is_alive:
             return
@@ -270,7 +272,8 @@ class Worker:
         self.signal(signal.SIGKILL)
         for child in children:
             try:
-                child.kill()
+                if not copies_output(child.cmdline()):
+                    child.kill()
             except psutil.NoSuchProcess:
                 continue
 

@@ -13,15 +13,14 @@ import gc
 import importlib
 import os
 import runpy
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import NoReturn
 
 from keepstep.elastic.worker import telemetry, warm_up
+from keepstep.elastic.worker.log_files import redirect
 from keepstep.elastic.worker.messages import (
-    Assignment,
     Command,
     CommandKind,
     Failed,
@@ -65,7 +64,7 @@ def main() -> None:
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())
     if log_directory:
-        _redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
+        redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
     if command.kind is CommandKind.PROGRAM:
         if is_recorded:
             os.environ.update(telemetry.environment(assignment))
@@ -117,27 +116,6 @@ def _warm_up() -> None:
     """Import what a script needs, and let PyTorch compute a step, after which it is faster."""
     import_early()
     warm_up.compute_step()
-
-
-def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
-    """Send stdout and stderr to files named by generation and rank.
-
-    With `tee`, they also go where they went before.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-        stream.flush()
-        path = directory / f"generation-{assignment.generation}-rank-{assignment.rank}-{name}.log"
-        if tee:
-            # It ends by itself when the last writer has closed the pipe.
-            copier = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream)
-            assert copier.stdin is not None
-            os.dup2(copier.stdin.fileno(), stream.fileno())
-            copier.stdin.close()
-        else:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(descriptor, stream.fileno())
-            os.close(descriptor)
 
 
 def _run(session: Session, command: Command) -> None:

@@ -94,8 +94,10 @@ class Group(WorkerGroup):
 
 
 @asynccontextmanager
-async def running(command: Command, size: int = 2) -> AsyncIterator[Group]:
-    group = Group(command, size)
+async def running(
+    command: Command, size: int = 2, environment: Mapping[str, str] = os.environ
+) -> AsyncIterator[Group]:
+    group = Group(command, size, environment)
     try:
         group.warm_up()
         await group.until(lambda: group.warm)
@@ -128,6 +130,46 @@ def test_killed_worker_is_named_with_its_rank_and_signal() -> None:
             assert group.failure.rank == 1
 
     play(scenario())
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["it ends", "the agent kills it"])
+def test_last_output_of_a_worker_is_copied_after_its_end(tmp_path: Path, is_killed: bool) -> None:
+    """`tee` was killed with the worker's session, and with it what it had not copied yet."""
+    # What no descendant of the worker, and none of its session, writes when the worker has ended.
+    wait = "for i in $(seq 3000); do [ -e go ] && break; sleep 0.01; done"
+    later = f"echo first; {wait}; echo last; echo late >&2"
+    end = "sleep 60" if is_killed else "exit 0"
+    command = Command(
+        CommandKind.PROGRAM,
+        "/bin/sh",
+        ("-c", f"cd {tmp_path}; (setsid sh -c '{later}' &); {end}"),
+    )
+    logs = tmp_path / "logs"
+    environment = {**os.environ, "KEEPSTEP_LOG_DIRECTORY": str(logs), "KEEPSTEP_LOG_TEE": "1"}
+
+    async def scenario() -> None:
+        async with running(command, 1, environment) as group:
+            worker = group.workers[0]
+            output = logs / "generation-1-rank-0-stdout.log"
+            await until_holds(output, "first\n")
+            if is_killed:
+                worker.kill("it hangs")
+            await group.until(lambda: not worker.is_alive)
+            (tmp_path / "go").touch()
+            await until_holds(output, "first\nlast\n")
+            await until_holds(logs / "generation-1-rank-0-stderr.log", "late\n")
+
+    play(scenario())
+
+
+async def until_holds(path: Path, text: str) -> None:
+    def look() -> None:
+        until_s = time.monotonic() + patient(5)
+        while not path.exists() or path.read_text() != text:
+            assert time.monotonic() < until_s, f"{path} holds no {text!r}"
+            time.sleep(0.01)
+
+    await asyncio.to_thread(look)
 
 
 def test_workers_that_have_drained_may_be_drained_again() -> None:
