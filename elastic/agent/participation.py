@@ -266,14 +266,25 @@ class Participation:
                 continue
 
     async def _leave(self, membership_task: asyncio.Task[None]) -> bool:
-        """Stop the workers, give up the lease, and return whether the job has ended."""
+        """Stop the workers, give up the lease, and return whether the job has ended.
+
+        Raises:
+            JobFailed: the job has failed, or a worker cannot be killed.
+        """
         result = self._node.membership.view.result
         has_failed = result is not None and not result.succeeded
-        await self._node.worker_group.stop(0.0 if has_failed else 1.0)
+        unkillable: JobFailed | None = None
+        try:
+            await self._node.worker_group.stop(0.0 if has_failed else 1.0)
+        except JobFailed as failed:
+            # The others go on without this node.
+            unkillable = failed
         # Leaving deletes the node's own key, which must not look like a lost lease.
         membership_task.cancel()
         await asyncio.wait([membership_task])
         await self._node.membership.leave()
+        if unkillable is not None:
+            raise unkillable
         return False if result is None else self._end_with(result)
 
     def _end_with(self, result: Result) -> bool:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import psutil
 
 from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
+from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.worker.log_files import copies_output
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
@@ -35,6 +36,8 @@ from keepstep.transport import PeerUnavailable, StreamConnection, TransportError
 log = logging.getLogger("keepstep")
 
 _LAST_MESSAGES_S = 1.0
+_KILL_S = 30.0
+"""What a process may take to end after SIGKILL; to free much pinned memory takes seconds."""
 _NEVER_STARTED = 1
 """The exit status of a worker whose process could not be started."""
 
@@ -89,6 +92,7 @@ class Worker:
         self._reporting_exit: asyncio.Task[None] | None = None
         self._pidfd = -1
         self._exited = asyncio.Event()
+        self._is_unkillable = False
         self.pid = 0
         self.board = board
         self.assignment: Assignment | None = None
@@ -230,6 +234,9 @@ class Worker:
 
         Args:
             grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
+
+        Raises:
+            JobFailed: SIGKILL does not end it.
         """
         self.is_stopping = True
         if self.is_alive and grace_s > 0:
@@ -239,7 +246,15 @@ class Worker:
             except TimeoutError:
                 pass  # SIGKILL follows.
         self._kill_all()
-        await self._exited.wait()
+        try:
+            async with asyncio.timeout(0.0 if self._is_unkillable else _KILL_S):
+                await self._exited.wait()
+        except TimeoutError:
+            self._is_unkillable = True
+            raise JobFailed(
+                f"worker process {self.pid} cannot be killed: a device or a file system holds it; "
+                f"see /proc/{self.pid}/stack"
+            ) from None
         self.close()
 
     def close(self) -> None:

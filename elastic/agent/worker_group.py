@@ -106,6 +106,7 @@ class WorkerGroup:
         self._idle: list[Worker] = []
         self._warm_up_failures = 0
         self._stopping: set[asyncio.Task[None]] = set()
+        self._unkillable: JobFailed | None = None
         self._is_draining = False
         self._entered_s = self._joined_s = 0.0
         self._phases = PhaseReports()
@@ -253,7 +254,12 @@ class WorkerGroup:
         Args:
             abort: something broke, so that the end of the step is not waited for.
             limit_s: seconds after which workers that have not drained are killed.
+
+        Raises:
+            JobFailed: a worker cannot be killed, so that this node never drains.
         """
+        if self._unkillable is not None:
+            raise self._unkillable
         until_s = time.monotonic() + limit_s
         is_sooner = self._drain_until_s is not None and until_s < self._drain_until_s
         if not self._is_draining or (abort and is_sooner):
@@ -317,7 +323,11 @@ class WorkerGroup:
         self._record_failure(FailureKind.WORKER, reason)
 
     async def stop(self, grace_s: float) -> None:
-        """End every process, spares too."""
+        """End every process, spares too.
+
+        Raises:
+            JobFailed: one cannot be killed.
+        """
         workers = [*self.workers.values(), *self._idle]
         self.workers, self._idle = {}, []
         await _stop_all(workers, grace_s)
@@ -386,9 +396,16 @@ class WorkerGroup:
         ]
 
     def _end_soon(self, worker: Worker, grace_s: float) -> None:
-        task = asyncio.create_task(worker.stop(grace_s))
+        task = asyncio.create_task(self._end(worker, grace_s))
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
+
+    async def _end(self, worker: Worker, grace_s: float) -> None:
+        try:
+            await worker.stop(grace_s)
+        except JobFailed as failed:
+            self._unkillable = failed
+            self._wake()
 
     def _on_worker_event(self, event: WorkerEvent) -> None:
         match event:
@@ -529,4 +546,10 @@ def _node_of(worker: Worker) -> str:
 
 
 async def _stop_all(workers: Iterable[Worker], grace_s: float) -> None:
-    await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
+    """End workers, all of them before the first that cannot be killed is reported."""
+    ended = await asyncio.gather(
+        *(worker.stop(grace_s) for worker in workers), return_exceptions=True
+    )
+    for error in ended:
+        if error is not None:
+            raise error

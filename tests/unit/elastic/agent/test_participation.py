@@ -234,6 +234,29 @@ def test_node_whose_lease_ends_before_its_first_write_joins_again(tmp_path: Path
     play(scenario())
 
 
+def test_node_with_a_worker_that_cannot_be_killed_gives_up_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+
+        async def stop(_: float) -> None:
+            raise JobFailed("process 7 cannot be killed")
+
+        async with participating(tmp_path, store=store) as participation:
+            membership = participation._node.membership
+            await membership.join()
+            assert (await store.read("/keepstep/job/nodes/")).items
+            with monkeypatch.context() as patched:
+                patched.setattr(participation._node.worker_group, "stop", stop)
+                running = asyncio.create_task(membership.run())
+                with pytest.raises(JobFailed, match="process 7 cannot be killed"):
+                    await participation._leave(running)
+            assert not (await store.read("/keepstep/job/nodes/")).items
+
+    play(scenario())
+
+
 def test_node_that_cannot_join_again_pauses_and_says_why_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

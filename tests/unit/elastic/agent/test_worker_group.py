@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.elastic.agent import worker_group
+from keepstep.elastic.agent import supervisor, worker_group
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.worker_group import WorkerGroup
@@ -135,14 +135,17 @@ def test_killed_worker_is_named_with_its_rank_and_signal() -> None:
 @pytest.mark.parametrize("is_killed", [False, True], ids=["it ends", "the agent kills it"])
 def test_last_output_of_a_worker_is_copied_after_its_end(tmp_path: Path, is_killed: bool) -> None:
     """`tee` was killed with the worker's session, and with it what it had not copied yet."""
+
     # What no descendant of the worker, and none of its session, writes when the worker has ended.
-    wait = "for i in $(seq 3000); do [ -e go ] && break; sleep 0.01; done"
-    later = f"echo first; {wait}; echo last; echo late >&2"
+    def wait(name: str) -> str:
+        return f"for i in $(seq 3000); do [ -e {name} ] && break; sleep 0.01; done"
+
+    later = f"echo first; touch began; {wait('go')}; echo last; echo late >&2"
     end = "sleep 60" if is_killed else "exit 0"
     command = Command(
         CommandKind.PROGRAM,
         "/bin/sh",
-        ("-c", f"cd {tmp_path}; (setsid sh -c '{later}' &); {end}"),
+        ("-c", f"cd {tmp_path}; (setsid sh -c '{later}' &); {wait('began')}; {end}"),
     )
     logs = tmp_path / "logs"
     environment = {**os.environ, "KEEPSTEP_LOG_DIRECTORY": str(logs), "KEEPSTEP_LOG_TEE": "1"}
@@ -158,6 +161,38 @@ def test_last_output_of_a_worker_is_copied_after_its_end(tmp_path: Path, is_kill
             (tmp_path / "go").touch()
             await until_holds(output, "first\nlast\n")
             await until_holds(logs / "generation-1-rank-0-stderr.log", "late\n")
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_worker_that_cannot_be_killed_ends_its_agent_and_not_the_whole_job(
+    monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    """The leader waited for ever for the node to drain, and `keepstep evict` changed nothing."""
+    monkeypatch.setattr(supervisor, "_KILL_S", 0.1)
+
+    async def never_drained(group: Group) -> None:
+        while not await group.drain(abort=True, limit_s=0.0):
+            group._changed.clear()
+            await group._changed.wait()
+
+    async def scenario() -> None:
+        async with running(program("import time; time.sleep(60)"), 1) as group:
+            stuck = group.workers[0]
+            with monkeypatch.context() as patched:
+                # As in an uninterruptible call of a driver.
+                patched.setattr(stuck, "_kill_all", lambda: None)
+                patched.setattr(stuck, "signal", lambda _: None)
+                with pytest.raises(JobFailed, match=f"process {stuck.pid} cannot be killed"):
+                    await (never_drained(group) if drains else group.stop(0.0))
+                # The agent ends, and waits no second time.
+                patched.setattr(supervisor, "_KILL_S", 1e6)
+                if drains:
+                    with pytest.raises(JobFailed, match="cannot be killed"):
+                        await group.stop(0.0)
+            stuck._kill_all()
+            await stuck._exited.wait()
 
     play(scenario())
 
