@@ -319,11 +319,13 @@ def plan_fills(
     ]
     if strict:
         problems += [f"{key}: missing in the source" for key in by_key if origins[key] is None]
-        values = source.documents.get(VALUES, {})
+        # A job's state has no values: then documents of shards that nobody else needs are not read.
+        own_values = state.documents.get(VALUES)
+        stored_values = source.documents.get(VALUES, {}) if own_values else {}
         problems += [
             f"{name}: a value that is missing in the source"
-            for name in state.documents.get(VALUES, {})
-            if name not in values
+            for name in own_values or ()
+            if name not in stored_values
         ]
         problems += [
             f"{key}: in the source, but not in the model"

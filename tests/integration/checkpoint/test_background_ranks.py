@@ -127,7 +127,7 @@ def save_on_own_disks(rank: int, root: Path, pipe: Any) -> None:
     with checkpoint.Saver() as saver:
         handle = saver.save(f"{root}/disk-{rank}", state, step=1)
         with pytest.raises(CheckpointError) as background:
-            handle.wait(LIMIT_S)
+            handle.wait(patient(LIMIT_S))
     pipe.send((str(blocking.value), str(background.value)))
 
 

@@ -92,14 +92,14 @@ def test_training_in_torch_goes_on_from_it() -> None:
     expected = EXPECTED["ocdbt"]
     model = modules_of(expected).to(torch.float32)
     optimizer = torch.optim.AdamW(model.named_parameters())
-    note = {"note": "", "step": 0}
-    state = {"model": model, "optim": optimizer, "values": note}
+    state = {"model": model, "optim": optimizer, "note": "", "step": 0}
     source = open_foreign(str(FIXTURES / "ocdbt"))
     assert {key for key in source.tensors if key.startswith("model/")} == {
         f"model/{name}" for name, _ in model.named_parameters()
     }
     model.to(torch.bfloat16)
     assert checkpoint.load(str(FIXTURES / "ocdbt"), state) == 3
+    assert (state["note"], state["step"]) == ("a text", 3)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[f"model/{name}"])
         slots = optimizer.state[parameter]

@@ -75,7 +75,7 @@ def test_nothing_is_done_beside_a_copy_that_others_are_patient_for(tmp_path: Pat
         assert save.store.num_keys() == 0
     finally:
         save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
-        assert save.outcome.result(LIMIT_S) is not None
+        assert save.outcome.result(patient(LIMIT_S)) is not None
         save.background.close(LIMIT_S)
 
 

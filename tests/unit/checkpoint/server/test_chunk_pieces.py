@@ -16,6 +16,7 @@ from keepstep.checkpoint.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.server.plan_exchange import NodePlan
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.checkpoint.stored.chunking import ChunkPlan, Piece, PlannedChunk, StoredTensor
+from tests.patience import patient
 from tests.unit.checkpoint.server.sealed import open_memory, seal_bytes
 
 SNAPSHOT = SnapshotId(1, 1)
@@ -76,7 +77,7 @@ def test_a_chunk_stays_while_other_threads_read_others(pieces: ChunkPieces) -> N
 
     def is_right(key: str) -> bool:
         data = pieces.read(key, WHOLE)
-        all_have_read.wait(60)
+        all_have_read.wait(patient(60))
         return np.array_equal(data.reshape(ROWS, COLUMNS), TENSORS[key])
 
     with ThreadPoolExecutor(len(TENSORS)) as threads:

@@ -121,7 +121,7 @@ def shared_indexes(more: Mapping[int, Sequence[Entry]] = {}) -> dict[int, ShardI
     return {
         rank: index_of(
             [*(rows(f"model/t{n}", rank, RANKS) for n in range(30)), whole, *more.get(rank, ())],
-            {"values": 1, f"rank/{rank}/note": rank},
+            {"notes": 1, f"rank/{rank}/note": rank},
         )
         for rank in range(RANKS)
     }
@@ -186,13 +186,13 @@ def test_what_a_server_receives_does_not_grow_with_the_nodes() -> None:
 def test_of_documents_that_are_alike_one_is_read_and_of_others_the_last_counts() -> None:
     indexes = shared_indexes()
     for rank, value in ((0, 3), (7, 2), (19, 1)):
-        documents = {"values": value, "model/tied": {str(rank): rank}}
+        documents = {"notes": value, "model/tied": {str(rank): rank}}
         indexes[rank] = index_of(indexes[rank].entries, documents)
     nodes = Nodes(NODES, indexes)
     nodes.plan("a")
     noted = {f"rank/{rank}/note": rank for rank in range(RANKS) if rank not in (0, 7, 19)}
     assert nodes.content("a").documents == {
-        "values": 1,
+        "notes": 1,
         "model/tied": {"0": 0, "7": 7, "19": 19},
         **noted,
     }

@@ -207,22 +207,7 @@ def test_leader_waits_until_its_view_shows_what_it_wrote() -> None:
     asyncio.run(scenario())
 
 
-def test_action_that_breaks_an_invariant_stops_its_leader_and_writes_nothing() -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        member = membership_of(store, RECORD)
-        await member.join()
-        before = await store.read("")
-        unknown = replace(RECORD, node="c")
-        generation = Generation(1, assign_ranks((), [unknown], 1), "h", 5, "start")
-        with pytest.raises(InvariantViolated, match="members are present"):
-            await member._perform(member.view, Open(generation))
-        assert await store.read("") == before
-
-    asyncio.run(scenario())
-
-
-def test_member_whose_leading_breaks_an_invariant_ends_with_it(
+def test_action_that_breaks_an_invariant_ends_its_leader_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unknown = replace(RECORD, node="c")
@@ -231,11 +216,15 @@ def test_member_whose_leading_breaks_an_invariant_ends_with_it(
     monkeypatch.setattr("keepstep.elastic.agent.membership.decide", lambda *_: decision)
 
     async def scenario() -> None:
-        member = membership_of(MemoryStore(), RECORD)
+        store = MemoryStore()
+        member = membership_of(store, RECORD)
         await member.join()
         with pytest.raises(InvariantViolated, match="members are present"):
             async with asyncio.timeout(patient(10)):
                 await member.run()
+        view = from_listing(Keys("job"), await store.read(Keys("job").prefix))
+        assert view.leader is not None
+        assert view.generation is None
 
     asyncio.run(scenario())
 
