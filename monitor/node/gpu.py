@@ -19,9 +19,9 @@ _MOST_EVENTS = 64
 
 
 class GpuProbe:
-    """Measures NVIDIA GPUs. `open` returns None where there is no library or no device."""
+    """Measures NVIDIA GPUs. `open` returns None where there is no library or no device answers."""
 
-    def __init__(self, nvml: Any, devices: list[Any], xids: XidListener | None) -> None:
+    def __init__(self, nvml: Any, devices: Mapping[int, Any], xids: XidListener | None) -> None:
         self._nvml = nvml
         self._devices = devices
         self._xids = xids
@@ -39,9 +39,12 @@ class GpuProbe:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return None
-        devices = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
+        devices: dict[int, Any] = {}
+        with suppress(pynvml.NVMLError):
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                # A device that fell off the bus is counted, but has no handle.
+                with suppress(pynvml.NVMLError):
+                    devices[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
         if not devices:
             pynvml.nvmlShutdown()
             return None
@@ -54,7 +57,7 @@ class GpuProbe:
             workers: process id of each rank: shows which ranks use which device.
         """
         xids = self._xids.collected() if self._xids is not None else {}
-        for index, device in enumerate(self._devices):
+        for index, device in self._devices.items():
             with suppress(self._nvml.NVMLError):
                 processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(device)
                 self._pids[index] = frozenset(int(process.pid) for process in processes)
@@ -62,7 +65,7 @@ class GpuProbe:
         users = users_of_devices(self._pids, workers, visible)
         return tuple(
             self._measure(index, device, xids.get(index, ()), users.get(index))
-            for index, device in enumerate(self._devices)
+            for index, device in self._devices.items()
         )
 
     def close(self) -> None:
@@ -140,14 +143,14 @@ class XidListener:
         self._xids: dict[int, tuple[int, ...]] = {}
 
     @classmethod
-    def open(cls, nvml: Any, devices: list[Any]) -> XidListener | None:
+    def open(cls, nvml: Any, devices: Mapping[int, Any]) -> XidListener | None:
         """Register for critical errors; return None where the driver does not support that."""
         try:
             events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError:
             return None
         index_of: dict[str, int] = {}
-        for index, device in enumerate(devices):
+        for index, device in devices.items():
             # A device that cannot report its errors is still measured.
             with suppress(nvml.NVMLError):
                 nvml.nvmlDeviceRegisterEvents(device, nvml.nvmlEventTypeXidCriticalError, events)

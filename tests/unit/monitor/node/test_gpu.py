@@ -1,8 +1,66 @@
-"""Tests who uses a device."""
+"""Tests who uses a device, which devices are measured, and what is remembered of their errors."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from keepstep.monitor.node.gpu import users_of_devices
+from keepstep.monitor.node.gpu import GpuProbe, users_of_devices
+
+
+class NvmlError(Exception):
+    """The management library's own."""
+
+
+def library(lost: set[int], count: int | None = 3, **functions: Any) -> SimpleNamespace:
+    """Return a management library whose `lost` devices have no handle; others answer nothing.
+
+    With `count` None, it cannot count them.
+    """
+
+    def fail(*_arguments: Any) -> Any:
+        raise NvmlError
+
+    def handle(index: int) -> int:
+        return fail() if index in lost else index
+
+    names = (
+        *("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo"),
+        *("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetClockInfo"),
+        *("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEccErrors", "nvmlEventSetCreate"),
+    )
+    constants = (
+        *("NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_MEMORY_ERROR_TYPE_CORRECTED"),
+        *("NVML_TEMPERATURE_GPU", "NVML_CLOCK_SM", "NVML_VOLATILE_ECC"),
+    )
+    known = {
+        "NVMLError": NvmlError,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": fail if count is None else lambda: count,
+        "nvmlDeviceGetHandleByIndex": handle,
+        **dict.fromkeys(names, fail),
+        **dict.fromkeys(constants, 0),
+    }
+    return SimpleNamespace(**{**known, **functions})
+
+
+def test_lost_device_leaves_the_others_measured_under_their_own_indices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library(lost={1}))
+    probe = GpuProbe.open()
+    assert probe is not None
+    assert [gpu.index for gpu in probe.sample({})] == [0, 2]
+
+
+@pytest.mark.parametrize(("lost", "count"), [({0, 1, 2}, 3), (set(), None), (set(), 0)])
+def test_no_device_that_answers_is_no_probe(
+    monkeypatch: pytest.MonkeyPatch, lost: set[int], count: int | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library(lost, count))
+    assert GpuProbe.open() is None
 
 
 @pytest.mark.parametrize(
