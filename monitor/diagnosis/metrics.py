@@ -39,7 +39,8 @@ class GpuMetrics:
         memory_total: bytes.
         ecc_uncorrected: volatile double-bit errors, a counter.
         ecc_corrected: volatile single-bit errors, a counter.
-        xids: codes of the Xid errors seen since the daemon began.
+        xids: codes of the newest Xid errors seen since the daemon began, oldest first.
+        earlier_xids: how many it saw before those.
         busy_share: 0 to 1; clocks of idle devices fall by themselves and are not judged.
         ranks: ranks whose processes use it; None if that is not known.
     """
@@ -53,8 +54,14 @@ class GpuMetrics:
     ecc_uncorrected: int = 0
     ecc_corrected: int = 0
     xids: tuple[int, ...] = ()
+    earlier_xids: int = 0
     busy_share: float = 0.0
     ranks: tuple[int, ...] | None = None
+
+    @property
+    def xid_count(self) -> int:
+        """The number of Xid errors seen since the daemon began."""
+        return self.earlier_xids + len(self.xids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +215,8 @@ def _new_errors(before: NodeMetrics, after: NodeMetrics) -> tuple[DeviceError, .
         old = known.get(gpu.index, gpu)
         if gpu.ecc_uncorrected > old.ecc_uncorrected:
             errors.append(DeviceError(after.at_s, gpu.index))
-        errors += [DeviceError(after.at_s, gpu.index, code) for code in gpu.xids[len(old.xids) :]]
+        codes = gpu.xids[max(0, old.xid_count - gpu.earlier_xids) :]
+        errors += [DeviceError(after.at_s, gpu.index, code) for code in codes]
     return tuple(errors)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -16,6 +17,9 @@ from keepstep.monitor.diagnosis.metrics import GpuMetrics
 
 _MOST_EVENTS = 64
 """Of one sample: a device that fails continuously must not block the monitor."""
+_KEPT_XIDS = 256
+"""Of one device: every sample and every summary has them. Several samples' worth of events, so that
+diagnosis sees each though it reads less often."""
 
 
 class GpuProbe:
@@ -64,7 +68,7 @@ class GpuProbe:
         visible = {pid for pids in self._pids.values() for pid in pids if psutil.pid_exists(pid)}
         users = users_of_devices(self._pids, workers, visible)
         return tuple(
-            self._measure(index, device, xids.get(index, ()), users.get(index))
+            self._measure(index, device, xids.get(index, _NO_XIDS), users.get(index))
             for index, device in self._devices.items()
         )
 
@@ -76,7 +80,7 @@ class GpuProbe:
             self._nvml.nvmlShutdown()
 
     def _measure(
-        self, index: int, device: Any, xids: tuple[int, ...], ranks: tuple[int, ...] | None
+        self, index: int, device: Any, xids: Xids, ranks: tuple[int, ...] | None
     ) -> GpuMetrics:
         nvml = self._nvml
 
@@ -105,7 +109,8 @@ class GpuProbe:
             ecc_corrected=int(
                 query("nvmlDeviceGetTotalEccErrors", corrected, nvml.NVML_VOLATILE_ECC) or 0
             ),
-            xids=xids,
+            xids=xids.newest,
+            earlier_xids=xids.earlier,
             busy_share=utilization.gpu / 100 if utilization else 0.0,
             ranks=ranks,
         )
@@ -133,6 +138,22 @@ def users_of_devices(
     return users if is_known else {}
 
 
+@dataclass(frozen=True, slots=True)
+class Xids:
+    """A device's Xids: the newest codes, oldest first, and the number of those before them."""
+
+    newest: tuple[int, ...] = ()
+    earlier: int = 0
+
+    def with_code(self, code: int) -> Xids:
+        """Return them with one more."""
+        surplus = max(0, len(self.newest) + 1 - _KEPT_XIDS)
+        return Xids((*self.newest, code)[surplus:], self.earlier + surplus)
+
+
+_NO_XIDS = Xids()
+
+
 class XidListener:
     """Remembers each device's critical Xids since it was opened. `close` when done."""
 
@@ -140,7 +161,7 @@ class XidListener:
         self._nvml = nvml
         self._events = events
         self._index_of = index_of
-        self._xids: dict[int, tuple[int, ...]] = {}
+        self._xids: dict[int, Xids] = {}
 
     @classmethod
     def open(cls, nvml: Any, devices: Mapping[int, Any]) -> XidListener | None:
@@ -157,8 +178,8 @@ class XidListener:
                 index_of[nvml.nvmlDeviceGetUUID(device)] = index
         return cls(nvml, events, index_of)
 
-    def collected(self) -> dict[int, tuple[int, ...]]:
-        """Return the Xids of each device that had any, oldest first."""
+    def collected(self) -> dict[int, Xids]:
+        """Return the Xids of each device that had any."""
         for _ in range(_MOST_EVENTS):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
@@ -167,7 +188,8 @@ class XidListener:
             with suppress(self._nvml.NVMLError):
                 index = self._index_of.get(self._nvml.nvmlDeviceGetUUID(event.device))
                 if index is not None:
-                    self._xids[index] = (*self._xids.get(index, ()), int(event.eventData))
+                    known = self._xids.get(index, _NO_XIDS)
+                    self._xids[index] = known.with_code(int(event.eventData))
         return dict(self._xids)
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def node_series(metrics: NodeMetrics, job: str, node: str) -> Iterator[Metric]:
             labels=labels,
         )
         for gpu in metrics.gpus:
-            xids.add_metric([job, node, str(gpu.index)], len(gpu.xids))
+            xids.add_metric([job, node, str(gpu.index)], gpu.xid_count)
         yield xids
 
 

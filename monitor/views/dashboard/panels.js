@@ -237,7 +237,7 @@ export function drawRanks(overview) {
 }
 
 function gpuText(gpu) {
-  const xids = gpu.xids.length ? ` Xid ${gpu.xids.join(", ")}` : "";
+  const xids = gpu.xids.length ? ` Xid ${gpu.xids.slice(-8).join(", ")}` : "";
   return `${gpu.index}: ${gpu.celsius || "–"} °C ${Math.round(gpu.clock_hz / 1e6)} MHz${xids}`;
 }
 

@@ -118,6 +118,17 @@ def test_errors_of_a_device_that_fails_continuously_are_remembered_in_bounded_nu
     assert len(past["a"].errors) == NodeThresholds().errors_kept
 
 
+def test_error_is_new_though_older_ones_are_no_longer_reported() -> None:
+    before, after = (
+        (GpuMetrics(0, xids=xids, earlier_xids=earlier, ranks=(0,)),)
+        for earlier, xids in ((5, (31, 31, 31)), (7, (31, 31, 79)))
+    )
+    assert follow(reading(0, gpus=before), reading(1, gpus=before)).verdicts == ()
+    (verdict,) = follow(reading(0, gpus=before), reading(1, gpus=after)).verdicts
+    assert "Xid 79" in verdict.evidence[0]
+    assert follow(reading(0, gpus=after), reading(1, gpus=after)).verdicts == ()
+
+
 def test_xid_of_the_program_is_not_a_device_error() -> None:
     assert follow(reading(0, gpus=gpu()), reading(1, gpus=gpu(31, 13))).verdicts == ()
 

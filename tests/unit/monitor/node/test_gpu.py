@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.monitor.node.gpu import GpuProbe, users_of_devices
+from keepstep.monitor.node.gpu import GpuProbe, XidListener, users_of_devices
 
 
 class NvmlError(Exception):
@@ -78,3 +78,22 @@ def test_users_of_devices(
 ) -> None:
     used = {index: frozenset(device_pids) for index, device_pids in pids.items()}
     assert users_of_devices(used, {0: 10, 1: 11}, visible) == users
+
+
+def test_device_that_fails_without_end_has_a_count_and_its_newest_errors_remembered() -> None:
+    codes = iter(range(100_000))
+    nvml = library(
+        set(),
+        nvmlEventSetCreate=object,
+        nvmlEventTypeXidCriticalError=8,
+        nvmlDeviceRegisterEvents=lambda *_arguments: None,
+        nvmlDeviceGetUUID=lambda _device: "only",
+        nvmlEventSetWait_v2=lambda *_: SimpleNamespace(device=0, eventData=next(codes)),
+    )
+    listener = XidListener.open(nvml, {0: 0})
+    assert listener is not None
+    for _ in range(100):
+        xids = listener.collected()[0]
+    total = xids.earlier + len(xids.newest)
+    assert len(xids.newest) < 1000 < total
+    assert xids.newest == tuple(range(total - len(xids.newest), total))
