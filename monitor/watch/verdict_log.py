@@ -21,7 +21,7 @@ HANGS = frozenset({Syndrome.COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_HANG,
 
 @dataclass(frozen=True, slots=True)
 class VerdictEntry:
-    """One verdict from opening to end. Times are wall-clock seconds since the epoch.
+    """One verdict from opening to end. Times are wall-clock seconds since the epoch, except one.
 
     Args:
         number: from 1, in order of opening.
@@ -31,6 +31,8 @@ class VerdictEntry:
         reported_at_s: when diagnosis returned it last.
         closed_at_s: when it ended; None while it holds.
         stacks: by rank, those of its threads, or why they are not known.
+        reported_now_s: `reported_at_s` by the monotonic clock, since the wall clock may be set;
+            None for an entry of an earlier daemon until its first round here.
     """
 
     number: int
@@ -40,6 +42,7 @@ class VerdictEntry:
     reported_at_s: float
     closed_at_s: float | None = None
     stacks: Mapping[str, Any] = field(default_factory=dict)
+    reported_now_s: float | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON."""
@@ -120,7 +123,7 @@ def advance(
     Args:
         log: before the round.
         verdicts: all that hold now.
-        now_s: the job's clock, which the verdicts' `since_s` refer to.
+        now_s: the monotonic clock, which the verdicts' `since_s` refer to.
         wall_s: the wall clock at the same instant.
     """
     current: dict[tuple[Subject, Syndrome], Verdict] = {
@@ -132,8 +135,11 @@ def advance(
         if entry.closed_at_s is None:
             verdict = current.pop((entry.verdict.subject, entry.verdict.syndrome), None)
             if verdict is not None:
-                entry = replace(entry, verdict=verdict, reported_at_s=wall_s)
-            elif wall_s - entry.reported_at_s >= QUIET_S:
+                entry = replace(entry, verdict=verdict, reported_at_s=wall_s, reported_now_s=now_s)
+            elif entry.reported_now_s is None:
+                # How long it was quiet before this daemon started is not known.
+                entry = replace(entry, reported_now_s=now_s)
+            elif now_s - entry.reported_now_s >= QUIET_S:
                 entry = replace(entry, closed_at_s=entry.reported_at_s)
                 closed.append(entry)
         entries.append(entry)
@@ -145,6 +151,7 @@ def advance(
             since_s=wall_s - max(0.0, now_s - verdict.since_s),
             opened_at_s=wall_s,
             reported_at_s=wall_s,
+            reported_now_s=now_s,
         )
         for number, verdict in enumerate(current.values(), last_number + 1)
     ]

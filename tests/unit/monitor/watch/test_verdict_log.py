@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,12 +25,31 @@ def test_verdict_opens_once_updates_its_evidence_and_closes_at_its_last_report()
     assert log.holding[0].verdict.evidence == ("waits longer",)
     log, changes = advance(log, [], 102.0, 1002.0)
     assert changes.closed == ()
-    log, changes = advance(log, [], 107.0, 1001.0 + QUIET_S)
+    log, changes = advance(log, [], 101.0 + QUIET_S, 1001.0 + QUIET_S)
     assert [entry.closed_at_s for entry in changes.closed] == [1001.0]
     assert log.holding == ()
     log, changes = advance(log, [SLOW], 110.0, 1010.0)
     assert [entry.number for entry in changes.opened] == [2]
     assert log.opened == {Syndrome.DATA_STALL: 2}
+
+
+@pytest.mark.parametrize("jump_s", [-1800.0, 1800.0])
+def test_wall_clock_that_is_set_neither_holds_nor_ends_a_verdict(jump_s: float) -> None:
+    log, _ = advance(VerdictLog(), [SLOW], now_s=100.0, wall_s=5000.0)
+    log, changes = advance(log, [], 99.0 + QUIET_S, 5000.0 + jump_s)
+    assert changes.closed == ()
+    _, changes = advance(log, [], 100.0 + QUIET_S, 5001.0 + jump_s)
+    assert len(changes.closed) == 1
+
+
+def test_verdict_of_an_earlier_daemon_ends_if_this_one_does_not_find_it() -> None:
+    log, _ = advance(VerdictLog(), [SLOW], now_s=9000.0, wall_s=5000.0)
+    log = VerdictLog.from_json(json.loads(json.dumps(log.to_json())))
+    # The machine was started again, and its monotonic clock with it.
+    log, changes = advance(log, [], 10.0, 5100.0)
+    assert changes.closed == ()
+    _, changes = advance(log, [], 10.0 + QUIET_S, 5105.0)
+    assert [entry.closed_at_s for entry in changes.closed] == [5000.0]
 
 
 @given(st.lists(st.booleans(), max_size=60))
