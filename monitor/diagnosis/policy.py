@@ -127,6 +127,23 @@ class PolicyCase:
 
 
 @dataclass(frozen=True, slots=True)
+class Restart:
+    """A worker that was restarted.
+
+    Args:
+        at_s: when.
+        rank: its rank then; another worker may have it since.
+        node: where it ran.
+        syndrome: of the verdict; empty if not known.
+    """
+
+    at_s: float
+    rank: int
+    node: str = ""
+    syndrome: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EnforcementState:
     """State between calls.
 
@@ -139,7 +156,7 @@ class EnforcementState:
 
     cases: Mapping[tuple[Subject, Syndrome], PolicyCase] = field(default_factory=dict)
     replaced: tuple[tuple[float, str], ...] = ()
-    restarted: tuple[tuple[float, int], ...] = ()
+    restarted: tuple[Restart, ...] = ()
     now_s: float = -math.inf
 
 
@@ -167,7 +184,7 @@ def decide(
     state = EnforcementState(
         cases,
         tuple(entry for entry in state.replaced if now_s - entry[0] < policy.window_s),
-        tuple(entry for entry in state.restarted if now_s - entry[0] < policy.window_s),
+        tuple(restart for restart in state.restarted if now_s - restart.at_s < policy.window_s),
         now_s,
     )
     actions: list[EnforcementAction] = []
@@ -249,7 +266,7 @@ def _next_action(
                 target_nodes,
                 target_ranks,
             )
-            return _charge_budget(state, key, action), action
+            return _charge_budget(state, key, action, nodes), action
         return _alert(policy, state, key, f"not done: {refusal}")
     if verdict.advice is Advice.OBSERVE:
         return state, None
@@ -274,19 +291,24 @@ def _wanted(
 ) -> ActionKind | None:
     """Return the action that a verdict calls for, as far as the policy allows.
 
-    None if people are to be alerted at most. A worker that was restarted and has the same kind of
-    fault again, or still, is on a bad node: this escalates to a replacement, or where none is
-    allowed to another restart, but not before the last one has had the time to work.
+    None if people are to be alerted at most. A worker that was restarted on a node and has the same
+    kind of fault there again, or still, is on a bad node: this escalates to a replacement, or where
+    none is allowed to another restart, but not before the last one has had the time to work.
     """
     if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
         return None
     if verdict.advice is Advice.REPLACE_NODE and policy.mode is Mode.REPLACE:
         return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     if verdict.advice is Advice.RESTART_WORKER and policy.mode in (Mode.RESTART, Mode.REPLACE):
-        restarted = [at_s for at_s, rank in state.restarted if rank in verdict.subject.ranks]
-        if restarted and state.now_s - restarted[-1] < policy.replace_cost_s:
+        # A generation may move a rank: what happened elsewhere says nothing of this node.
+        restarted = [
+            restart
+            for restart in state.restarted
+            if restart.rank in verdict.subject.ranks and restart.node == nodes.get(restart.rank, "")
+        ]
+        if restarted and state.now_s - restarted[-1].at_s < policy.replace_cost_s:
             return None
-        if not restarted:
+        if all(restart.syndrome != verdict.syndrome for restart in restarted):
             return ActionKind.RESTART_WORKER
         if policy.mode is Mode.RESTART:
             # Where the job still goes on, a restart that did not help is not worth another.
@@ -359,9 +381,16 @@ def max_replacements(policy: EnforcementPolicy, nodes: Mapping[int, str]) -> int
 
 
 def _charge_budget(
-    state: EnforcementState, key: tuple[Subject, Syndrome], action: EnforcementAction
+    state: EnforcementState,
+    key: tuple[Subject, Syndrome],
+    action: EnforcementAction,
+    nodes: Mapping[int, str],
 ) -> EnforcementState:
     """Return the state with an action recorded as done."""
+    restarts = (
+        Restart(state.now_s, rank, nodes.get(rank, ""), action.verdict.syndrome)
+        for rank in action.ranks
+    )
     cases = {
         **state.cases,
         key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s),
@@ -370,7 +399,7 @@ def _charge_budget(
         state,
         cases=cases,
         replaced=(*state.replaced, *((state.now_s, node) for node in action.nodes)),
-        restarted=(*state.restarted, *((state.now_s, rank) for rank in action.ranks)),
+        restarted=(*state.restarted, *restarts),
     )
 
 
@@ -390,9 +419,9 @@ def revert_action(state: EnforcementState, action: EnforcementAction) -> Enforce
             if entry not in {(state.now_s, node) for node in action.nodes}
         ),
         restarted=tuple(
-            entry
-            for entry in state.restarted
-            if entry not in {(state.now_s, rank) for rank in action.ranks}
+            restart
+            for restart in state.restarted
+            if not (restart.at_s == state.now_s and restart.rank in action.ranks)
         ),
     )
 

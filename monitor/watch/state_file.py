@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepstep.monitor.diagnosis.policy import EnforcementState, PolicyCase
+from keepstep.monitor.diagnosis.policy import EnforcementState, PolicyCase, Restart
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.verdict_log import VerdictLog
 
@@ -69,7 +69,11 @@ def _policy_state(saved: Mapping[str, Any], now_s: float, wall_s: float) -> Enfo
     alerted = [(at_s, Verdict.from_json(verdict)) for at_s, verdict in saved["alerted"]]
     return EnforcementState(
         replaced=tuple((monotonic(at_s), str(node)) for at_s, node in spent["replaced"]),
-        restarted=tuple((monotonic(at_s), int(rank)) for at_s, rank in spent["restarted"]),
+        # An earlier version saved no node and no syndrome: such restarts only count.
+        restarted=tuple(
+            Restart(monotonic(at_s), int(rank), *map(str, of))
+            for at_s, rank, *of in spent["restarted"]
+        ),
         cases={
             (verdict.subject, verdict.syndrome): PolicyCase(
                 verdict, now_s, now_s, alerted_s=monotonic(at_s)
@@ -90,7 +94,10 @@ def save_state(path: Path, state: SavedState, now_s: float, wall_s: float) -> No
     policy = state.policy
     spent = {
         "replaced": [[wall_s - now_s + at_s, node] for at_s, node in policy.replaced],
-        "restarted": [[wall_s - now_s + at_s, rank] for at_s, rank in policy.restarted],
+        "restarted": [
+            [wall_s - now_s + restart.at_s, restart.rank, restart.node, restart.syndrome]
+            for restart in policy.restarted
+        ],
     }
     alerted = [
         [wall_s - now_s + case.alerted_s, case.verdict.to_json()]

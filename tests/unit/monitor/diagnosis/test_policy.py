@@ -105,6 +105,27 @@ def test_node_is_replaced_if_a_restart_did_not_end_its_hang() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("node", "syndrome", "expected"),
+    [
+        ("n1", Syndrome.NON_COMMUNICATION_HANG, ActionKind.REPLACE_NODE),
+        ("n1", Syndrome.DATA_STALL, ActionKind.RESTART_WORKER),
+        ("n9", Syndrome.NON_COMMUNICATION_HANG, ActionKind.RESTART_WORKER),
+    ],
+)
+def test_node_is_replaced_only_if_a_rank_hangs_there_twice_by_the_same_fault(
+    node: str, syndrome: Syndrome, expected: ActionKind
+) -> None:
+    policy = replace(POLICY, sustained_s=0.0)
+    state, (first,) = decide(policy, EnforcementState(), [hang_of(3)], NODES, 1.0, 5.0)
+    assert first.ranks == (3,)
+    state, _ = decide(policy, state, [], NODES, 1.0, 100.0)
+    again = replace(hang_of(3), subject=Subject("rank", (3,), node), syndrome=syndrome)
+    # With node n9, a new generation has moved the rank there.
+    _, (second,) = decide(policy, state, [again], {**NODES, 3: node}, 1.0, 2000.0)
+    assert second.kind is expected
+
+
 @pytest.mark.parametrize("gap_s", [1.0, 300.0])
 def test_worker_that_hangs_again_is_restarted_again_where_nothing_more_is_allowed(
     gap_s: float,

@@ -1,14 +1,19 @@
 """Claims about the state of a daemon after a restart."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from keepstep.monitor.diagnosis.policy import EnforcementPolicy, EnforcementState, decide
+from keepstep.monitor.diagnosis.policy import EnforcementPolicy, EnforcementState, Restart, decide
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 from keepstep.monitor.watch.state_file import SavedState, load_state, save_state
 
-SPENT = EnforcementState(replaced=((90.0, "b"),), restarted=((70.0, 3), (95.0, 4)), now_s=100.0)
+SPENT = EnforcementState(
+    replaced=((90.0, "b"),),
+    restarted=(Restart(70.0, 3, "b", Syndrome.DATA_STALL), Restart(95.0, 4, "c")),
+    now_s=100.0,
+)
 
 
 def test_spent_budget_keeps_its_age_over_a_reboot(
@@ -19,9 +24,20 @@ def test_spent_budget_keeps_its_age_over_a_reboot(
     # A reboot and 50 s later.
     loaded = load_state(path, 10.0, 5050.0)
     assert loaded.policy.replaced == ((-50.0, "b"),)
-    assert loaded.policy.restarted == ((-70.0, 3), (-45.0, 4))
+    assert loaded.policy.restarted == (
+        Restart(-70.0, 3, "b", Syndrome.DATA_STALL),
+        Restart(-45.0, 4, "c"),
+    )
     assert loaded.log.entries == ()
     assert [file.name for file in path.parent.iterdir()] == ["state.json"]
+
+
+def test_restarts_that_an_earlier_version_saved_still_count(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    save_state(path, SavedState(), 100.0, 5000.0)
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "spent": {"replaced": [], "restarted": [[4990.0, 3]]}}))
+    assert load_state(path, 100.0, 5000.0).policy.restarted == (Restart(90.0, 3),)
 
 
 def test_verdict_that_still_holds_after_a_restart_is_not_alerted_at_once(tmp_path: Path) -> None:
