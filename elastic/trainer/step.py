@@ -64,7 +64,12 @@ class Step:
             StepRejected: more steps are rejected than the job survives.
         """
         self._check_open()
-        self._job._judge_step({name: float(value) for name, value in values.items()})
+        # PyTorch warns where a tensor that requires gradients becomes a number.
+        numbers = {
+            name: float(value.detach() if isinstance(value, torch.Tensor) else value)
+            for name, value in values.items()
+        }
+        self._job._judge_step(numbers)
 
     def reject(self, reason: str) -> NoReturn:
         """Reject the step for a reason of the loop's own; see `report`.

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -467,6 +468,18 @@ def test_one_rejected_step_too_many_is_an_error_of_the_job(running: Running) -> 
                 break
             running.reject("no")
         assert job.world.generation == 3
+
+
+def test_loss_that_requires_gradients_is_reported_without_a_warning(running: Running) -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    with running.job as job:
+        for _ in batches(job):
+            with warnings.catch_warnings(), job.step() as step:
+                warnings.simplefilter("error")
+                step.report(loss=loss)
+            assert step.completed
+            break
+    assert loss.requires_grad
 
 
 def test_reports_need_a_policy_and_a_step(running: Running) -> None:
