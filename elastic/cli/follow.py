@@ -116,10 +116,13 @@ def find_job(store: str | None, job: str | None, secret_file: Path | None = None
     if len(matching) == 1:
         return JobAddress(matching[0].address, matching[0].job)
     if not matching:
-        name = f"no job named {job!r}" if job else "no job"
-        raise UsageError(
-            f"{name} with its own coordinator runs on this machine; give --store and --job"
+        # Some commands have the job's name as an argument, and no --job.
+        name, remedy = (
+            (f"no job named {job!r}", "name the coordinator of one elsewhere by --store URL")
+            if job
+            else ("no job", "give --store and --job")
         )
+        raise UsageError(f"{name} with its own coordinator runs on this machine; {remedy}")
     raise UsageError(
         f"several jobs run on this machine: {', '.join(entry.job for entry in matching)}; "
         "give --job"

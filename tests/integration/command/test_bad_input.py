@@ -52,6 +52,7 @@ def script(directory: Path, text: str) -> str:
         (["run", "--local-addr", "192.0.2.1", "elastic/cli/main.py"], "address of this host"),
         (["run", "-r", "3", "elastic/cli/main.py"], "--log-dir"),
         (["status", "--job", "no-such-job"], "no job named"),
+        (["pause", "no-such-job"], "by --store URL\n"),
         (["monitor", "--port", "99999"], "0<=x<=65535"),
         (["monitor", "--every", "0"], "0.05<=x<=60"),
         (["monitor", "--every", "nan"], "no number"),
