@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
+from itertools import chain
 
 import click
 from rich.console import Console
@@ -33,10 +35,11 @@ from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
     copy,
-    metric_of,
+    metrics_of,
     remove,
     summarize,
 )
+from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
@@ -310,11 +313,7 @@ def rm(
                     "--keep-best takes a number, the name of a saved value, and min or max"
                 )
             best = (int(count), direction)
-            values = {
-                s: metric_of(StoredCheckpoint.open(url, s.step, s.generation), name)
-                for s in present
-            }
-            metric = {stored: value for stored, value in values.items() if value is not None}
+            metric = _values_of(name, url, present, at_least=int(count))
         assert keep_last is not None
         policy = RetentionPolicy(last=keep_last, every=keep_every, best=best, pinned=frozenset(pin))
         to_remove = checkpoints_to_remove(present, policy, metric)
@@ -325,6 +324,28 @@ def rm(
             click.echo(f"{'would remove' if dry_run else 'removed'} {stored.directory}")
     if as_json:
         print_json({"removed": [stored.directory for stored in to_remove], "dry_run": dry_run})
+
+
+def _values_of(
+    name: str, url: str, present: Sequence[StoredStep], at_least: int
+) -> dict[StoredStep, float]:
+    """Return the value of this name of each checkpoint that has one.
+
+    Raises:
+        click.UsageError: so few have one that the best would be removed with those that have none.
+    """
+    metrics = {
+        stored: metrics_of(StoredCheckpoint.open(url, stored.step, stored.generation))
+        for stored in present
+    }
+    values = {stored: numbers[name] for stored, numbers in metrics.items() if name in numbers}
+    if len(values) < min(at_least, len(present)):
+        known = ", ".join(sorted(set(chain(*metrics.values())))) or "none"
+        raise click.UsageError(
+            f"{len(values)} of {len(present)} checkpoints have a number called {name!r}, and "
+            f"--keep-best {at_least} was asked for; nothing was removed; numbers there: {known}"
+        )
+    return values
 
 
 @ckpt.command()

@@ -468,12 +468,10 @@ def _values(source: StoredCheckpoint, key: str, box: Box) -> bytes:
     return bytes(into)
 
 
-def metric_of(source: StoredCheckpoint, name: str) -> float | None:
-    """Return the number of this name that was saved beside the tensors, or None if there is none.
-
-    Args:
-        source: the checkpoint.
-        name: the value's name in the document `values`.
-    """
-    value = source.documents.get("values", {}).get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def metrics_of(source: StoredCheckpoint) -> dict[str, float]:
+    """Return the numbers that were saved beside the tensors, by name."""
+    return {
+        name: float(value)
+        for name, value in source.documents.get("values", {}).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

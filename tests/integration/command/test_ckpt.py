@@ -177,6 +177,23 @@ def test_rm_removes_by_policy_and_gc_deletes_the_data_later(run7: Path) -> None:
     assert steps(run7) == [50, 30, 20]
 
 
+def test_rm_refuses_to_keep_the_best_of_values_that_too_few_checkpoints_have(
+    run7: Path,
+) -> None:
+    checkpoint.save(str(run7), {"small": torch.ones(3), "accuracy": 0.5}, step=60)
+    policy = ("--keep-last", 1, "--keep-best")
+    refused = keepstep("rm", run7, *policy, 2, "accuracy", "max")
+    assert refused.exit_code != 0
+    assert "numbers there: accuracy, loss" in " ".join(refused.output.split())
+    assert steps(run7) == [60, 50, 40, 30, 20, 10]
+    # All that have one are kept, as asked.
+    assert keepstep("rm", run7, *policy, 9, "loss", "min", "--dry-run").exit_code != 0
+    assert keepstep("rm", run7, *policy, 5, "loss", "min").exit_code == 0
+    assert steps(run7) == [60, 50, 40, 30, 20, 10]
+    assert keepstep("rm", run7, *policy, 1, "loss", "min").exit_code == 0
+    assert steps(run7) == [60, 30]
+
+
 def test_gc_deletes_an_uncommitted_directory_only_after_the_grace_time(run7: Path) -> None:
     manifest = run7 / StoredStep(50, 0).directory / "manifest.json"
     content = manifest.read_bytes()
@@ -216,6 +233,14 @@ def test_cp_copies_a_checkpoint_completely_or_fails(run7: Path, tmp_path: Path) 
         (
             ("rm", "{run7}", "--keep-last", "1", "--keep-best", "x", "loss", "min"),
             "--keep-best takes a number",
+        ),
+        (
+            ("rm", "{run7}", "--keep-last", "1", "--keep-best", "1", "eval_loss", "min"),
+            "0 of 5 checkpoints have a number called 'eval_loss'",
+        ),
+        (
+            ("rm", "{run7}", "--keep-last", "1", "--keep-best", "1", "small", "min"),
+            "numbers there: loss",
         ),
         (("ls", "ftp://host/x"), "not supported"),
     ],
