@@ -14,8 +14,8 @@ is never a root cause, however long others wait for it. What a verdict advises i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from itertools import chain
 
 import numpy as np
 
@@ -102,6 +102,7 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
     Only those that have stood still for too long.
     """
     by_syndrome: dict[Syndrome, dict[int, tuple[str, ...]]] = {}
+    unreported: dict[int, list[int]] = {}
     for rank, waiters in waits.absent.items():
         row = analysis.rows.get(rank)
         if row is not None and not row["alive"]:
@@ -117,9 +118,14 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
         if not present and queued is not None:
             longest_s = min(queued[1], analysis.idle_s[rank])
             waiters_sentence = f"it has waited for its own device for {longest_s:.1f} s"
-        if row is None or analysis.unread_s[rank] > analysis.thresholds.stale_s:
-            unread_s = analysis.unread_s.get(rank, math.inf)
-            if row is not None and min(unread_s, longest_s) > analysis.thresholds.silent_s:
+        if row is None:
+            # Its node's monitor is gone for so long that the rank was dropped, or never was there.
+            if longest_s > analysis.thresholds.silent_s:
+                unreported[rank] = present
+            continue
+        if analysis.unread_s[rank] > analysis.thresholds.stale_s:
+            unread_s = analysis.unread_s[rank]
+            if min(unread_s, longest_s) > analysis.thresholds.silent_s:
                 evidence = (
                     f"no records of rank {rank} could be read for {unread_s:.0f} s",
                     waiters_sentence,
@@ -158,7 +164,7 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
                 waiters_sentence,
             )
         by_syndrome.setdefault(syndrome, {})[rank] = evidence
-    verdicts = []
+    verdicts = _unreported_ranks(analysis, unreported)
     for syndrome, evidence_of in by_syndrome.items():
         for subject in gather(evidence_of, analysis.job.nodes):
             ranks = [rank for rank in subject.ranks if rank in evidence_of]
@@ -171,6 +177,25 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
             lines += process
             verdicts.append(hang_verdict(subject, syndrome, since_s, lines, confidence, advice))
     return verdicts
+
+
+def _unreported_ranks(
+    analysis: Standstill, waiters_of: Mapping[int, Collection[int]]
+) -> list[Verdict]:
+    """Return a verdict on ranks that no monitor reports, by those that wait for each."""
+    if not waiters_of:
+        return []
+    waiters = set(chain(*waiters_of.values()))
+    names = ", ".join(map(str, list(waiters_of)[:6])) + (", ..." if len(waiters_of) > 6 else "")
+    longest_s = max(analysis.idle_s[waiter] for waiter in waiters)
+    evidence = (
+        f"no monitor reports rank{'s' * (len(waiters_of) > 1)} {names}",
+        f"{len(waiters)} ranks wait directly, for up to {longest_s:.1f} s",
+    )
+    # What they did last is not known.
+    since_s = min(analysis.moved_s(waiter) for waiter in waiters)
+    subject = group_subject(waiters_of, analysis.job.nodes)
+    return [hang_verdict(subject, Syndrome.DEAD_PROCESS, since_s, evidence, 0.5, Advice.ALERT)]
 
 
 def _judge_pauses(

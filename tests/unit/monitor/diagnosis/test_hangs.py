@@ -156,6 +156,25 @@ def test_rank_whose_records_are_not_read_is_not_blamed() -> None:
         assert verdicts == (), f"at {now_s} s"
 
 
+def test_ranks_that_no_monitor_reports_any_more_are_reported_as_long_as_others_wait() -> None:
+    traced = trace("world all_reduce 4k  0.30-?     0.31-?     .          .")
+    for now_s in (22.0, 400.0):
+        job = traced.job(now_s)
+        job = replace(job, ranks={rank: job.ranks[rank] for rank in (0, 1)})
+        _, (lost,) = diagnose(job, {}, NO_DIAGNOSIS_STATE, now_s, Thresholds())
+        assert summarize((lost,)) == ["dead process: group 2, 3"]
+        assert (lost.advice, lost.confidence) == (Advice.ALERT, 0.5)
+        assert lost.evidence[0] == "no monitor reports ranks 2, 3"
+        assert "2 ranks wait directly" in lost.evidence[1]
+
+
+def test_rank_that_no_monitor_reports_is_not_reported_before_others_have_waited_for_long() -> None:
+    traced = trace("world all_reduce 4k  0.30-?     0.31-?     .          .")
+    job = traced.job(6.0 + 15.0)
+    job = replace(job, ranks={rank: job.ranks[rank] for rank in (0, 1)})
+    assert diagnose(job, {}, NO_DIAGNOSIS_STATE, 21.0, Thresholds())[1] == ()
+
+
 def test_rank_of_a_silent_node_is_reported_dead_with_low_confidence() -> None:
     traced = trace(ABSENT)
     traced.read_of = {2: 6.2}
