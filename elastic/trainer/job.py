@@ -114,7 +114,6 @@ class Job:
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         self._copies_synchronously = False
         self._reported_first_step = False
-        self._first_step = 0
         self._marked_step = 0
         self._loss_scale = 1.0
         self._source = ""
@@ -312,8 +311,8 @@ class Job:
         self._passes.request_stop(self._position)
 
     def _mark_step(self) -> None:
-        """Report the step that begins to the monitor, which counts from the generation's first."""
-        number = self._position.step - self._first_step + 1
+        """Report the step that begins to the monitor, once."""
+        number = self._position.step + 1
         if self._marked_step != number:
             self._marked_step = number
             monitor.begin_step(number)
@@ -547,7 +546,6 @@ class Job:
         if resumed.loaded is not None:
             self._session.roll_back(assignment.generation, self.steps)
         self._source = resumed.source
-        self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
         self._session.report(
             Restored(

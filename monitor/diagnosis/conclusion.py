@@ -79,7 +79,7 @@ class DiagnosisState:
         reported_mismatches: verdicts on collectives that completed although ranks called different
             operations, each with the step in which it was found.
         since_s: when each verdict that holds first appeared.
-        first_step: highest step at the first reading; None before it.
+        first_step: highest step at the first reading in which some rank was in one; 0 before it.
         pauses: the longest pause of each kind that ended by itself, in seconds.
         quiet: since when each rank's process has done nothing.
         slow_here: nodes whose ranks were slow without being blamed, with these ranks.
@@ -97,7 +97,7 @@ class DiagnosisState:
     suspected: Mapping[_Key, float] = field(default_factory=dict)
     reported_mismatches: Mapping[_Key, tuple[Verdict, int]] = field(default_factory=dict)
     since_s: Mapping[_Key, float] = field(default_factory=dict)
-    first_step: int | None = None
+    first_step: int = 0
     pauses: Mapping[PauseKind, float] = field(default_factory=dict)
     quiet: Mapping[int, QuietProcess] = field(default_factory=dict)
     slow_here: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -195,8 +195,8 @@ def conclude(
 
     stopped = frozenset(rank for node in metrics.values() for rank in node.stopped_ranks)
     step = int(ranks["step"].max(initial=0))
-    # Jobs may count their steps from any number.
-    first_step = past.first_step if past.first_step is not None or not len(ranks) else step
+    # Jobs may count their steps from any number, as one that goes on from a checkpoint does.
+    first_step = past.first_step or step
     pauses = learn_pauses(past.pauses, past.ranks, _blocked(past.frontiers) | stopped, ranks)
     quiet = follow_processes(past.quiet, metrics, nodes, thresholds.hang)
     inputs = HangInputs(
@@ -207,7 +207,7 @@ def conclude(
         unread_s=unread_s,
         stopped=stopped,
         step_s=window.step_s(),
-        started=step > max(first_step or 0, 1),
+        started=step > first_step,
         pauses=pauses,
         quiet=quiet,
     )

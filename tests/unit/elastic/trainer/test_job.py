@@ -210,6 +210,22 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
         assert learned_at == [1]
 
 
+def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it shows is compared with the steps of snapshots and checkpoints."""
+    marked: list[int] = []
+    monkeypatch.setattr(keepstep.monitor, "begin_step", marked.append)
+    running.job._copies_synchronously = True
+    with running.job:
+        assert running.step().completed
+        monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
+        assert not running.step(aborts=True).completed
+        assert running.step().completed
+        assert running.step().completed
+    assert marked == [1, 2, 2, 3]
+
+
 def test_copy_that_training_waits_for_and_that_is_refused_ends_the_generation(
     running: Running,
 ) -> None:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
 from keepstep.monitor.diagnosis.policy import ActionKind
+from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Phase
 from keepstep.monitor.verdicts import Syndrome
 from tests.unit.monitor.diagnosis.played_jobs import (
@@ -33,6 +35,15 @@ def test_first_step_of_a_job_that_counts_from_elsewhere_may_take_a_minute() -> N
     trace = steps(6, lambda rank, step: 60.0 if (rank, step) == (1, 500) else 0.5, first_step=500)
     played = play(trace)
     assert [verdicts for _, verdicts in played.readings if verdicts] == []
+
+
+def test_first_step_after_a_recovery_may_take_minutes_though_it_has_a_high_number() -> None:
+    """It is read first while the state is restored, when no step has begun."""
+    trace = steps(6, lambda rank, step: 200.0 if (rank, step) == (1, 500) else 0.5, first_step=500)
+    state, _ = diagnose(trace.job(0.5), {}, NO_DIAGNOSIS_STATE, 0.5, Thresholds())
+    for now_s in (1.2, 2.0, 60.0, 120.0, 190.0):
+        state, verdicts = diagnose(trace.job(now_s), {}, state, now_s, Thresholds())
+        assert verdicts == ()
 
 
 @pytest.mark.parametrize("marks_steps", [True, False])
