@@ -99,7 +99,8 @@ _SECRET_FILE = click.option(
 @click.option(
     "--store",
     metavar="URL",
-    help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started.",
+    help="The coordinator: etcd://HOST:PORT[,HOST:PORT...], etcds:// with TLS, or "
+    "keepstep://HOST:PORT for one that keepstep started. Default: one is started.",
 )
 @_SECRET_FILE
 @click.option("--job", help="Name of the job; nodes with the same name and store form one job.")
@@ -235,7 +236,8 @@ def run(**options: Any) -> None:
 @click.option(
     "--store",
     metavar="URL",
-    help="The coordinator. Default: that of the job running on this machine.",
+    help="The coordinator: etcd://, etcds:// or, for one that keepstep started, keepstep://, and "
+    "HOST:PORT. Default: that of the job running on this machine.",
 )
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
 @_SECRET_FILE
@@ -277,7 +279,8 @@ def status(
 @click.option(
     "--store",
     metavar="URL",
-    help="The coordinator. Default: that of the job running on this machine.",
+    help="The coordinator: etcd://, etcds:// or, for one that keepstep started, keepstep://, and "
+    "HOST:PORT. Default: that of the job running on this machine.",
 )
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
 @_SECRET_FILE
@@ -306,7 +309,8 @@ def evict(
 _STORE = click.option(
     "--store",
     metavar="URL",
-    help="The coordinator. Default: that of the job running on this machine.",
+    help="The coordinator: etcd://, etcds:// or, for one that keepstep started, keepstep://, and "
+    "HOST:PORT. Default: that of the job running on this machine.",
 )
 
 

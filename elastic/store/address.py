@@ -67,7 +67,8 @@ def parse_address(text: str, secret_file: Path | None = None) -> Address:
         scheme, rest = "etcd", text
     if scheme not in list(Access):
         raise UsageError(
-            f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], or etcds:// if it uses TLS"
+            f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], etcds:// if it uses TLS, or "
+            "keepstep://HOST:PORT for one that keepstep started"
         )
     endpoints = []
     for part in rest.rstrip("/").split(","):

@@ -95,7 +95,8 @@ _SECRET = click.option(
 @click.option(
     "--store",
     metavar="URL",
-    help="The job's coordinator: for the job's status, for publishing verdicts, and for --act. "
+    help="The job's coordinator, etcd://, etcds:// or keepstep://HOST:PORT: for the job's status, "
+    "for publishing verdicts, and for --act. "
     "Default: that of the job of this name on this machine, once there is one.",
 )
 @click.option(

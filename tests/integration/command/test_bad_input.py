@@ -43,6 +43,7 @@ def script(directory: Path, text: str) -> str:
         (["run", "--storage-limit", "fast", "elastic/cli/main.py"], "such as 500MB or 2GB"),
         (["run", "--store", "redis://h:1", "elastic/cli/main.py"], "HOST:PORT"),
         (["run", "--store", "http://h:2379", "elastic/cli/main.py"], "give etcd://HOST:PORT"),
+        (["status", "--store", "redis://h:1", "--job", "a"], "keepstep://HOST:PORT for one that"),
         (["run", "--nnodes", "2", "elastic/cli/main.py"], "--rdzv-endpoint HOST:PORT"),
         (
             ["run", "--rdzv-endpoint", "192.0.2.1:2379", "elastic/cli/main.py"],
