@@ -13,6 +13,7 @@ event file and the state file; `run` closes them all.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -171,8 +172,13 @@ class Daemon:
         try:
             await web.TCPSite(runner, settings.host, settings.port).start()
         except OSError as error:
+            remedy = (
+                "; another monitor may run here: give this one another --port"
+                if error.errno == errno.EADDRINUSE
+                else ""
+            )
             raise MonitorError(
-                f"cannot listen on {settings.host}:{settings.port}: {error}"
+                f"cannot listen on {settings.host}:{settings.port}: {error}{remedy}"
             ) from error
         host, port = runner.addresses[0][:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -86,6 +86,14 @@ def test_error_names_a_port_that_is_in_use() -> None:
     assert "Traceback" not in completed.stderr
 
 
+def test_second_monitor_on_a_node_is_told_to_take_another_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        completed = keepstep("monitor", "--port", str(listener.getsockname()[1]))
+    assert completed.returncode != 0
+    assert "another --port" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
 def test_script_that_fails_again_at_the_same_line_ends_the_job_with_its_traceback(
     tmp_path: Path,
 ) -> None:
