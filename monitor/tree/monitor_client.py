@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,6 +70,10 @@ class MonitorClient:
             raise MonitorUnreachable(
                 f"the monitor at {where} gave no answer within {timeout_s:g} s"
             ) from error
+        except aiohttp.ClientConnectorError as error:
+            raise MonitorUnreachable(
+                f"no monitor answers at {where}: {_reason(error.os_error)}"
+            ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise MonitorUnreachable(f"no monitor answers at {where}: {error}") from error
         raise MonitorUnreachable(
@@ -120,6 +126,15 @@ class MonitorClient:
                     f"this job, or an older one"
                 )
             return answer
+
+
+def _reason(error: OSError) -> str:
+    """Return for people why no connection came about."""
+    if error.errno == errno.ECONNREFUSED:
+        return "nothing listens there; start `keepstep monitor` there"
+    # Those below zero are the resolver's.
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or str(error)
 
 
 async def _read(response: aiohttp.ClientResponse, limit_nbytes: int, where: str) -> bytes:

@@ -64,6 +64,10 @@ def script(directory: Path, text: str) -> str:
         (["monitor", "--events", "/tmp"], "name another file"),
         (["monitor", "--relay", "--act", "restart"], "give no --relay"),
         (["top", "--url", "127.0.0.1:9"], "http://HOST:PORT"),
+        (
+            ["top", "--url", "http://127.0.0.1:9", "--once"],
+            "127.0.0.1:9: nothing listens there; start `keepstep monitor` there\n",
+        ),
         (["top", "--url", "http://127.0.0.1:9/#token=abc"], "list of processes"),
         (["doctor", "--patience", "-1"], "1<=x<=86400"),
     ],
