@@ -16,6 +16,7 @@ import asyncio
 import errno
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -75,6 +76,8 @@ class Daemon:
         )
         self._dumps: set[asyncio.Task[None]] = set()
         self._stack_dumps = StackDumps()
+        # By node: a node refuses more than a few dumps at a time, and verdicts come all at once.
+        self._dump_turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stopped = asyncio.Event()
         self._events: EventFile | None = None
 
@@ -266,7 +269,8 @@ class Daemon:
     async def _record_stacks(self, entry: VerdictEntry) -> None:
         """Dump the stacks of a verdict's suspects while they hang."""
         for rank in entry.verdict.subject.ranks[:_RANKS_TO_DUMP]:
-            stacks = await self.stacks(rank)
+            async with self._dump_turns[entry.verdict.subject.node]:
+                stacks = await self.stacks(rank)
             await self.on_watch(
                 partial(Watch.record_stacks, number=entry.number, rank=rank, stacks=stacks)
             )

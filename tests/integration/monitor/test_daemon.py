@@ -19,6 +19,7 @@ from keepstep.monitor.contracts import JobStatus, RingReading
 from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementPolicy, Mode
 from keepstep.monitor.errors import MonitorError, RuntimeUnreachable
+from keepstep.monitor.node import stacks
 from keepstep.monitor.node.probes import NodeProbe
 from keepstep.monitor.secret import bearer_token
 from tests.integration.monitor.parts import (
@@ -358,6 +359,39 @@ def test_dead_rank_of_an_earlier_run_with_a_later_generation_does_not_suppress_a
                 return bool(enforcer.requested)
 
             await until(has_requested)
+
+    asyncio.run(check())
+
+
+def test_stacks_of_many_hangs_that_open_at_once_are_dumped_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def dump(pid: int) -> dict[str, Any]:
+        # So that all have asked before the first is done.
+        await asyncio.sleep(0.1)
+        return {"threads": [pid]}
+
+    monkeypatch.setattr(stacks, "dump", dump)
+
+    async def check() -> None:
+        parts = DaemonComponents(
+            probe=Probe(),
+            reader=SampleReader(
+                PLAN, time.monotonic() - 5, pids={rank: rank for rank in range(PLAN.ranks)}
+            ),
+            diagnosis=FixedDiagnosis(*map(verdict, range(PLAN.ranks))),
+        )
+        async with running(settings(), parts) as url:
+            found: dict[str, Any] = {}
+
+            async def has_stacks() -> bool:
+                overview = await (await get(url, "/v1/overview")).json()
+                for entry in overview["verdicts"]:
+                    found.update(entry["stacks"])
+                return len(found) == PLAN.ranks
+
+            await until(has_stacks)
+            assert all("threads" in dumped for dumped in found.values())
 
     asyncio.run(check())
 
