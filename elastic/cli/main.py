@@ -160,9 +160,19 @@ _SECRET_FILE = click.option(
     type=click.Path(),
     help="Directory for the workers' output, with --redirects or --tee.",
 )
-@click.option("-r", "--redirects", default="0", help="3: workers' output to files in --log-dir.")
 @click.option(
-    "-t", "--tee", default="0", help="3: workers' output to files in --log-dir and to the terminal."
+    "-r",
+    "--redirects",
+    type=click.Choice(["0", "3"]),
+    default="0",
+    help="3: workers' output to files in --log-dir.",
+)
+@click.option(
+    "-t",
+    "--tee",
+    type=click.Choice(["0", "3"]),
+    default="0",
+    help="3: workers' output to files in --log-dir and to the terminal.",
 )
 @click.option(
     "--spares",
