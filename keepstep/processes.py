@@ -1,4 +1,4 @@
-"""Starts helper processes, and ties their lives to the process that started them.
+"""Starts helper processes, ties their lives to their parent's, and sets what they may open.
 
 `python -P -m keepstep.processes PARENT_PID PROGRAM [ARGUMENTS...]` becomes another program whose
 life ends with its parent's.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,16 @@ def die_with_parent(parent: int) -> None:
     _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def allow_all_descriptors() -> None:
+    """Let this process, and those that it starts, open as many files as they may at most.
+
+    gloo has a connection to every other rank, for each process group, and a leader one to every
+    agent: the usual soft limit of 1,024 is for programs that use select(2).
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.private_files import NotPrivate, run_directory
+from keepstep.processes import allow_all_descriptors
 
 log = logging.getLogger("keepstep")
 
@@ -72,6 +73,7 @@ def launch(**options: Any) -> int:
         parse_rate("--exchange-limit", options["exchange_limit"]),
         parse_rate("--storage-limit", options["storage_limit"]),
     )
+    allow_all_descriptors()
     return asyncio.run(_launch(options, command, policy, workers, limits))
 
 

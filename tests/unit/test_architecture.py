@@ -153,7 +153,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.cli": (
             "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
-            " monitor.contracts monitor.errors private_files"
+            " monitor.contracts monitor.errors private_files processes"
         ),
         "elastic": "",
         # The front of it all.
