@@ -26,6 +26,7 @@ from aiohttp import web
 
 from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.daemon.clock_aligner import ClockAligner
+from keepstep.monitor.daemon.connection_limits import ConnectionLimits
 from keepstep.monitor.daemon.runtime_link import RuntimeLink
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.daemon.threads import BlockingThread, WatchThread
@@ -168,12 +169,22 @@ class Daemon:
     async def _serve(self, owned: AsyncExitStack) -> str:
         """Start the HTTP server; return its URL."""
         settings = self._settings
-        served = application(self, settings.secret, opens_to_loopback=settings.opens_to_loopback)
+        limits = ConnectionLimits()
+        served = application(
+            self,
+            settings.secret,
+            opens_to_loopback=settings.opens_to_loopback,
+            on_authorized=limits.admit,
+        )
         runner = web.AppRunner(served, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         owned.push_async_callback(runner.cleanup)
+        connections = runner.server
+        assert connections is not None, "a runner that was set up has one"
         try:
-            await web.TCPSite(runner, settings.host, settings.port).start()
+            server = await asyncio.get_running_loop().create_server(
+                lambda: limits.accept(connections()), settings.host, settings.port
+            )
         except OSError as error:
             remedy = (
                 "; another monitor may run here: give this one another --port"
@@ -183,7 +194,8 @@ class Daemon:
             raise MonitorError(
                 f"cannot listen on {settings.host}:{settings.port}: {error}{remedy}"
             ) from error
-        host, port = runner.addresses[0][:2]
+        owned.callback(server.close)
+        host, port = server.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _log_if_no_ranks(self) -> None:

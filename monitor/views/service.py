@@ -87,16 +87,23 @@ class Backend(Protocol):
         """The last status of the job's runtime."""
 
 
-def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> web.Application:
+def application(
+    backend: Backend,
+    secret: bytes,
+    *,
+    opens_to_loopback: bool,
+    on_authorized: Callable[[web.Request], None] = lambda _: None,
+) -> web.Application:
     """Return the web application.
 
     Args:
         backend: provides the data.
         secret: the job's.
         opens_to_loopback: whether requests from this machine to its loopback address need no token.
+        on_authorized: called with each request that may have what it asks for.
     """
     handlers = _Handlers(backend)
-    served = web.Application(middlewares=[_authorization(secret, opens_to_loopback)])
+    served = web.Application(middlewares=[_authorization(secret, opens_to_loopback, on_authorized)])
     served.add_routes(
         [
             web.get("/", handlers.page),
@@ -114,7 +121,9 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
     return served
 
 
-def _authorization(secret: bytes, opens_to_loopback: bool) -> Middleware:
+def _authorization(
+    secret: bytes, opens_to_loopback: bool, on_authorized: Callable[[web.Request], None]
+) -> Middleware:
     """Return the middleware that requires authorization, signs answers and adds headers."""
     verifier = RequestVerifier(secret)
 
@@ -138,6 +147,7 @@ def _authorization(secret: bytes, opens_to_loopback: bool) -> Middleware:
                         CHALLENGE_HEADER: verifier.challenge(time.monotonic()),
                     },
                 )
+            on_authorized(request)
         response = await handler(request)
         response.headers.update(_HEADERS)
         if is_signed:

@@ -116,7 +116,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.daemon": (
             "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
             " monitor.secret monitor.telemetry monitor.tree monitor.verdicts monitor.views"
-            " monitor.watch"
+            " monitor.watch transport"
         ),
         "monitor.preflight": "monitor.errors monitor.secret transport",
         "monitor.cli": (
