@@ -462,7 +462,7 @@ async def answering(
     answer: Callable[[web.Request], Awaitable[web.StreamResponse]], secret: bytes | None
 ) -> AsyncIterator[str]:
     """Serve one answer to everything; with a secret, signed as a daemon's."""
-    middlewares = [] if secret is None else [_authorization(secret, False)]
+    middlewares = [] if secret is None else [_authorization(secret, False, lambda _: None)]
     served = web.Application(middlewares=middlewares)
     served.router.add_route("*", "/{any:.*}", answer)
     runner = web.AppRunner(served, access_log=None)
