@@ -184,11 +184,12 @@ def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     nbytes, head = broadcast_head(message)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = torch.from_numpy(np.frombuffer(message, np.uint8).copy())
-        if rank() != 0:
-            whole = torch.empty(nbytes, dtype=torch.uint8)
-        rest = whole[len(head) :]
-        return whole, on_group_device(rest)
+        whole = (
+            torch.from_numpy(np.frombuffer(message, np.uint8).copy())
+            if rank() == 0
+            else torch.empty(nbytes, dtype=torch.uint8)
+        )
+        return whole, on_group_device(whole[len(head) :])
 
     received = head
     if len(head) < nbytes:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol, Self, TypeVar, overload
+from typing import Literal, Protocol, Self, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
     load_newest_intact,
@@ -307,8 +307,7 @@ def load_state(
     if found is None:
         if foreign := find_foreign_together(url, step):
             return load_foreign(NamedForeign(url, None), foreign)
-        on_all_ranks(lambda: _raise(missing(url, step)))
-    assert found is not None, "all ranks have raised"
+        raise missing(url, step)
 
     def load_one(stored: StoredStep) -> LoadedState:
         if stored == found.stored:
@@ -479,7 +478,3 @@ def _lacks_tensors(prepared: tuple[Source, LiveState | None]) -> bool:
 def _keys_of_all_ranks(live: LiveState) -> set[str]:
     own_keys = {tensor.key for tensor in live.tensors}
     return {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
