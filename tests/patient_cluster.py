@@ -1,8 +1,14 @@
-"""A cluster for tests, whose waits are patient."""
+"""A cluster for tests, whose waits are patient, and which shows what waits when they end."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from examples.local_cluster import LocalCluster
+import psutil
+
+from examples.local_cluster import LocalCluster, process_tree
 from keepstep.elastic.rendezvous.view import View
 from tests.patience import patient
 
@@ -12,8 +18,38 @@ class PatientCluster(LocalCluster):
 
     def wait(self, node: str, timeout_s: float) -> int:
         """See `LocalCluster.wait`."""
-        return super().wait(node, patient(timeout_s))
+        try:
+            return super().wait(node, patient(timeout_s))
+        except subprocess.TimeoutExpired as error:
+            error.add_note(f"{self._stacks()}\n{self.output()}")
+            raise
 
     def wait_until(self, condition: Callable[[View], bool], timeout_s: float) -> View:
         """See `LocalCluster.wait_until`."""
-        return super().wait_until(condition, patient(timeout_s))
+        try:
+            return super().wait_until(condition, patient(timeout_s))
+        except TimeoutError as error:
+            error.add_note(self._stacks())
+            raise
+
+    def _stacks(self) -> str:
+        """Return what each process waits in; agents print their tasks to their output."""
+        processes = [it for agent in self.agents.values() for it in process_tree(agent.pid)]
+        return "\n".join(_stacks_of(process) for process in processes)
+
+
+def _stacks_of(process: psutil.Process) -> str:
+    try:
+        command = process.cmdline()
+        if "run" in command and "keepstep" in command:
+            process.send_signal(signal.SIGUSR2)
+    except psutil.Error as error:
+        return f"--- {error}"
+    program = Path(sys.executable).parent / "py-spy"
+    dump = subprocess.run(
+        [program, "dump", "--nonblocking", "--pid", str(process.pid)],
+        capture_output=True,
+        text=True,
+        timeout=patient(20),
+    )
+    return f"--- {process.pid} {' '.join(command)[:200]}\n{dump.stdout}{dump.stderr}"

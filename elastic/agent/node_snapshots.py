@@ -195,6 +195,7 @@ class NodeSnapshots:
             node=record.node,
             lease=record.lease,
             generation=record.generation,
+            server=self.server.address,
             step=self._node.worker_group.step,
             protected=protected,
         )

@@ -310,12 +310,14 @@ class Leadership(Record):
 class NodeReport(Record):
     """What an agent sends to the leader directly, because it changes at every step.
 
-    `lease` and `generation` name the membership and the generation that it is about.
+    `lease`, `generation` and `server` name the membership, the generation and the snapshot server
+    that it is about.
     """
 
     node: str
     lease: int
     generation: int
+    server: str
     step: int
     protected: tuple[SnapshotId, ...]
 

@@ -277,7 +277,8 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
     """Fold in the reports that nodes have sent to this leader.
 
     A report is newer than the record while the node starts or runs; from draining on the record
-    counts. Reports of another lease or generation are ignored.
+    counts. Reports of another lease, generation or snapshot server are ignored: a server that died
+    holds nothing of what it reported.
     """
     nodes = dict(view.nodes)
     for node, report in reports.items():
@@ -285,7 +286,9 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
         if joined is None:
             continue
         record = joined.record
-        is_current = (record.lease, record.generation) == (report.lease, report.generation)
+        is_current = (record.lease, record.generation, record.server) == (
+            report.lease, report.generation, report.server
+        )  # fmt: skip
         if is_current and record.phase in (NodePhase.STARTING, NodePhase.RUNNING):
             known = report.protected
             newer = replace(

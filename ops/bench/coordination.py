@@ -197,8 +197,8 @@ class Agent:
         """Say that a step is protected here."""
         record, generation = self.membership.record, self.entered
         return NodeReport(
-            node=record.node, lease=record.lease, generation=generation, step=step,
-            protected=(SnapshotId(generation, step),),
+            node=record.node, lease=record.lease, generation=generation, server=record.server,
+            step=step, protected=(SnapshotId(generation, step),),
         )  # fmt: skip
 
 
@@ -479,7 +479,10 @@ def pure(nodes: int) -> dict[str, Any]:
     idle_s, nothing = timed(lambda: decide(policy, view, LeaderState(), 0.0, 0.0).action)
     assert nothing is None
     snapshot = SnapshotId(1, 7)
-    reports = [NodeReport(record.node, record.lease, 1, 7, (snapshot,)) for record in records]
+    reports = [
+        NodeReport(record.node, record.lease, 1, record.server, 7, (snapshot,))
+        for record in records
+    ]
     received = Reports()
     assert view.generation is not None
     generation = view.generation

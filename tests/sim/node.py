@@ -514,6 +514,8 @@ class Node:
         if self.has_lost_server:
             self.drained_generation = self.worker_generation
             self._start_server()
+            if self.rng.random() < 0.5:
+                return False  # What the record says by now may be written before the rest.
         self._follow_commits(view)
         generation = view.generation
         place = generation.member(self.name) if generation is not None else None
@@ -729,6 +731,7 @@ class Node:
             node=self.name,
             lease=self.record.lease,
             generation=self.record.generation,
+            server=self.server,
             step=self._step(),
             protected=self._holdings()["protected"],
         )

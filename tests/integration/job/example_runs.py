@@ -62,7 +62,7 @@ def wait_for_step(running: PatientCluster, step: int) -> None:
     """Wait until a step, or a later one, is printed; not every example prints each."""
     while max((int(at) for at, _ in _PRINTED_STEP.findall(running.output())), default=0) < step:
         with pytest.raises(subprocess.TimeoutExpired):
-            running.wait("a", 0.1)
+            running.agents["a"].wait(0.1)
 
 
 def run_with_a_killed_worker(

@@ -137,4 +137,4 @@ def wait_for_output(running: PatientCluster, text: str) -> None:
     while text not in running.output():
         assert time.monotonic() < deadline_s, running.output()
         with pytest.raises(subprocess.TimeoutExpired):
-            running.wait("a", 0.2)
+            running.agents["a"].wait(0.2)

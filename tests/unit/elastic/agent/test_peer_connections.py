@@ -96,7 +96,8 @@ def agent_at(port: int, host: str = HOST, node: str = "a") -> NodeRecord:
 
 
 def report_of(step: int, node: str = "b") -> NodeReport:
-    return NodeReport(node=node, lease=8, generation=1, step=step, protected=(SnapshotId(1, step),))
+    protected = (SnapshotId(1, step),)
+    return NodeReport(node, lease=8, generation=1, server="s", step=step, protected=protected)
 
 
 @asynccontextmanager
@@ -348,7 +349,7 @@ def test_agent_that_reads_nothing_misses_reports_and_delays_nobody() -> None:
             large = tuple(SnapshotId(1, step) for step in range(20_000))
             for step in range(1, 41):
                 connections.report(
-                    NodeReport(node="b", lease=8, generation=1, step=step, protected=large)
+                    NodeReport("b", lease=8, generation=1, server="s", step=step, protected=large)
                 )
                 assert (await reports.get()).step == step
             is_released.set()

@@ -401,7 +401,7 @@ class Case:
         protected = tuple(sorted(memory.protected))
         self._reports[record.node] = NodeReport(
             node=record.node, lease=record.lease, generation=record.generation,
-            step=snapshot.step, protected=protected,
+            server=record.server, step=snapshot.step, protected=protected,
         )  # fmt: skip
 
     def _write_part(self, record: NodeRecord, part: Mapping[str, str]) -> None:

@@ -54,7 +54,7 @@ def reports_of(*steps: int, nodes: str = "ab", generation: int = 2) -> Reports:
     reports = Reports()
     protected = tuple(SnapshotId(generation, step) for step in steps)
     for node in nodes:
-        reports.receive(NodeReport(node, 7, generation, max(steps), protected))
+        reports.receive(NodeReport(node, 7, generation, f"tcp:{node}", max(steps), protected))
     return reports
 
 

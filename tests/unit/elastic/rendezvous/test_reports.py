@@ -12,7 +12,8 @@ GENERATION = Generation(2, MEMBERS, "h", 5, "start")
 
 
 def report_of(node: str, *steps: int) -> NodeReport:
-    return NodeReport(node, 7, 2, max(steps, default=0), tuple(SnapshotId(2, s) for s in steps))
+    protected = tuple(SnapshotId(2, step) for step in steps)
+    return NodeReport(node, 7, 2, "s", max(steps, default=0), protected)
 
 
 def completing(*reports: NodeReport) -> list[bool]:

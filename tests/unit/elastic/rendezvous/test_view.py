@@ -13,8 +13,9 @@ RECORD = NodeRecord(
     generation=3, phase=NodePhase.RUNNING, step=10, sealed=(SnapshotId(3, 10),),
 )  # fmt: skip
 REPORT = NodeReport(
-    "a", lease=7, generation=3, step=12, protected=(SnapshotId(3, 11), SnapshotId(3, 12))
-)
+    "a", lease=7, generation=3, server="tcp:h:2", step=12,
+    protected=(SnapshotId(3, 11), SnapshotId(3, 12)),
+)  # fmt: skip
 
 
 def view_of(record: NodeRecord) -> View:
@@ -57,6 +58,7 @@ def test_a_step_never_goes_back() -> None:
             replace(REPORT, generation=4), id="a generation's that the record does not know yet"
         ),
         pytest.param(replace(REPORT, node="c"), id="a stranger's"),
+        pytest.param(replace(REPORT, server="tcp:h:1"), id="a snapshot server's that died"),
     ],
 )
 def test_a_report_of_another_time_or_node_changes_nothing(report: NodeReport) -> None:
