@@ -324,6 +324,8 @@ def _shut_down(descriptor: int, name: str) -> None:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                connection.shutdown(socket.SHUT_RDWR)
+                # Only what comes in: a thread of gloo that writes on a connection that is shut
+                # down, before gloo has seen the end of it, waits until gloo's own limit.
+                connection.shutdown(socket.SHUT_RD)
     except OSError:
         return  # The owner or the peer has closed it.
