@@ -39,6 +39,7 @@ from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
+from keepstep.elastic.trainer.failed_frames import forget_locals
 from keepstep.elastic.trainer.guard import Guard
 from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.mesh_rule import MeshRule
@@ -622,6 +623,8 @@ class Job:
             error is not None or self._session.is_aborting(generation)
         ):
             self._session.wait_for_abort_order(generation)
+        if error is not None:
+            forget_locals(error)
         self._leave()
         self._session.report(Drained(generation=generation))
 

@@ -34,6 +34,7 @@ from tests.integration.job.jobs import (
     wait_for_output,
 )
 from tests.patience import patient
+from tests.patient_cluster import PatientCluster
 
 
 def run_undisturbed(directory: Path, **options: Any) -> Lines:
@@ -537,6 +538,16 @@ def test_dead_snapshot_server_is_replaced_and_its_shards_are_rebuilt(
     assert recovery.world_size == 4
     assert recovery.resumed_step >= committed_step_of(before)
     assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
+
+
+def test_model_is_released_before_the_next_one_is_built(tmp_path: Path) -> None:
+    """A GPU may have no memory for both."""
+    script = [str(Path(__file__).parent / "released.py")]
+    with PatientCluster("job", script, nnodes="1", workers=2, log=tmp_path) as running:
+        running.start("a")
+        running.wait_until(lambda view: committed_step_of(view) >= 4, 60)
+        running.workers_of("a")[1].kill()
+        assert running.wait("a", 60) == 0, running.output()
 
 
 def test_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:
