@@ -33,6 +33,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.devices import DeviceType, bind
 from keepstep.elastic.trainer.mesh_rule import data_share, resolved
+from keepstep.elastic.trainer.retired_groups import RetiredGroups
 from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment
@@ -98,6 +99,7 @@ class ProcessGroups:
         self._can_be_rebuilt = True
         self._entered: tuple[_Place, DeviceMesh] | None = None
         self._kept: tuple[_Place, DeviceMesh] | None = None
+        self._retired = RetiredGroups()
 
     @property
     def awaits_abort_order(self) -> bool:
@@ -241,8 +243,12 @@ class ProcessGroups:
             if dist.is_initialized():
                 if not self._can_be_rebuilt:
                     raise ProcessUnusable("keepstep rebuilds process groups only of NCCL and gloo")
+                # To free NCCL's groups on another thread was never tried.
+                if self._device.type != "cuda":
+                    self._retired.retire(_world.pg_names)
                 dist.destroy_process_group()
             self._abort = None
+        self._retired.free()
         # torch names a group by this count, which failed attempts increase too: without a reset a
         # new process would look for this rank in a group of another name.
         _world.group_count = 0
