@@ -1,15 +1,16 @@
 """A cluster for tests, whose waits are patient, and which shows what waits when they end."""
 
+import asyncio
+import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
 from examples.local_cluster import LocalCluster, process_tree
 from keepstep.elastic.rendezvous.view import View
+from keepstep.monitor.node.stacks import dump
 from tests.patience import patient
 
 
@@ -45,11 +46,5 @@ def _stacks_of(process: psutil.Process) -> str:
             process.send_signal(signal.SIGUSR2)
     except psutil.Error as error:
         return f"--- {error}"
-    program = Path(sys.executable).parent / "py-spy"
-    dump = subprocess.run(
-        [program, "dump", "--nonblocking", "--pid", str(process.pid)],
-        capture_output=True,
-        text=True,
-        timeout=patient(20),
-    )
-    return f"--- {process.pid} {' '.join(command)[:200]}\n{dump.stdout}{dump.stderr}"
+    stacks = asyncio.run(dump(process.pid, patient(20)))
+    return f"--- {process.pid} {' '.join(command)[:200]}\n{json.dumps(stacks, indent=1)}"

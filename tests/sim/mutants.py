@@ -7,7 +7,7 @@ A seed that failed becomes a mutant that undoes its fix.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,7 @@ from keepstep.elastic.rendezvous.records import (
     Member,
     NodePhase,
     NodeRecord,
+    NodeReport,
     PersistRequest,
     Release,
     SnapshotCommit,
@@ -54,6 +55,7 @@ from keepstep.elastic.rendezvous.standing import Lease
 from keepstep.elastic.rendezvous.transactions import Condition, Transaction
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
 from keepstep.elastic.store.contract import Created, Put
+from tests.sim import node
 from tests.sim.node import Node
 from tests.sim.rules import BrokenRuleError
 from tests.sim.simulation import Simulation
@@ -436,6 +438,21 @@ def releases_members_that_drain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decide, "_open_next_generation", wrong)
 
 
+def believes_reports_of_servers_that_died(patch: pytest.MonkeyPatch) -> None:
+    """Takes what a snapshot server reported for what its replacement holds, as it did once."""
+    right = node.with_reports
+
+    def wrong(view: View, reports: Mapping[str, NodeReport]) -> View:
+        known = {
+            name: replace(report, server=view.nodes[name].record.server)
+            for name, report in reports.items()
+            if name in view.nodes
+        }
+        return right(view, known)
+
+    patch.setattr(node, "with_reports", wrong)
+
+
 def begins_a_snapshots_part_once_only(patch: pytest.MonkeyPatch) -> None:
     """Tells requests by their snapshot, as it did until a seed hung after a resume."""
     right = checkpoint_schedule.next_part
@@ -642,6 +659,7 @@ MUTANTS: dict[str, Patch] = {
             waits_for_a_holder_that_is_gone,
             lets_members_leave_before_the_newest_step_is_stored,
             releases_members_that_drain,
+            believes_reports_of_servers_that_died,
             begins_a_snapshots_part_once_only,
             begins_a_part_before_it_enters_the_generation,
             begins_before_the_last_one_is_committed,

@@ -367,6 +367,7 @@ class Node:
         decision = decide.decide(self.simulation.policy, view, self.leader_state, now_s, now_s)
         if decision.action is not None:
             invariants.check_action(self.simulation.policy, view, decision.action)
+            self._check_holders(decision.action)
         before = self.publication
         self.publication, decision = publication.follow(before, decision, view, now_s)
         self.leader_state = decision.leader_state
@@ -378,6 +379,21 @@ class Node:
         if decision.action is not None:
             self.decided_at_revision = 0
             self._perform(view, decision.action)
+
+    def _check_holders(self, action: actions.Action) -> None:
+        """What is not rebuilt must be with the servers that took it, as far as the leader knows."""
+        resume = action.generation.resume if isinstance(action, actions.Open) else None
+        if resume is None:
+            return
+        rebuilt = {rebuild.rank for rebuild in resume.shard_rebuilds}
+        must(
+            all(
+                self.view.nodes[holder.node].record.server == holder.server
+                for holder in resume.holders
+                if not rebuilt & set(holder.ranks)
+            ),
+            "nothing is restored from a server that has been replaced",
+        )
 
     def receive_report(self, report: NodeReport) -> None:
         """Keep a report, and announce what it completes, as `Membership.receive_report`."""
