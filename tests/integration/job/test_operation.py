@@ -42,7 +42,8 @@ def test_job_is_scaled_paused_and_resumed_and_goes_on_elsewhere_from_storage(
         assert "goes on after step" in resume_job(job)
         view = running.wait_until(lambda view: len(view.history.recoveries) == 4, 60)
         assert view.history.recoveries[3].resumed_step == paused_at
-        assert view.history.recoveries[3].source == "memory"
+        # One node alone may begin, if the other has not started its workers again yet.
+        assert view.history.recoveries[3].source in ("memory", "memory, peers' memory")
         with pytest.raises(UsageError, match="is not paused"):
             resume_job(job)
 
