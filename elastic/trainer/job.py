@@ -678,9 +678,15 @@ class Job:
     def _commit_and_store_final(self, final: Position) -> None:
         generation = self.world.generation
         if final.step > 0:
-            divergence = self._compare_replicas(precedes_snapshot=True)
-            if divergence is not None:
-                generation = self._recover_to(final, divergence)
+            error: Exception | None
+            try:
+                error = self._compare_replicas(precedes_snapshot=True)
+            except RuntimeError as broken:
+                if not self._is_from_generation_end(broken):
+                    raise
+                error = broken
+            if error is not None:
+                generation = self._recover_to(final, error)
             while not self._entered_snapshots.commit_final_snapshot(
                 final, partial(self._session.wait_for_commit, generation=generation)
             ):

@@ -29,6 +29,7 @@ from keepstep.elastic.trainer.recomputation import (
     judge,
     step_to_repeat,
 )
+from keepstep.elastic.worker.peer_failure import is_peer_failure
 
 log = logging.getLogger("keepstep")
 
@@ -163,6 +164,7 @@ class ReplicaCheck:
         for divergence in divergences:
             comparison = self._act_on(divergence, comparison, sums, tensors)
         if divergences:
+            _await_knowledge()
             # If they were equal one step before, nothing wrong has reached the others by gradients.
             is_fresh = self._equal_step == step - 1 and not comparison.to_replace
             self._contradiction = (
@@ -292,6 +294,20 @@ def _groups(layouts: Sequence[str]) -> list[tuple[int, ...]]:
     for rank, layout in enumerate(layouts):
         ranks_by_layout[layout].append(rank)
     return [tuple(ranks) for ranks in ranks_by_layout.values() if len(ranks) > 1]
+
+
+def _await_knowledge() -> None:
+    """Wait until every rank knows what all were told before; called by every rank.
+
+    Ranks that leave the generation for what they were told take the connections with them by which
+    others are still told. If this is broken off, then by a rank that knows that all were, or that
+    is lost and ends the generation in any case.
+    """
+    try:
+        all_gather_json(None)
+    except RuntimeError as broken:
+        if not is_peer_failure(broken):
+            raise
 
 
 def _differing(divergence: Divergence, rank: int, sums: Mapping[str, int]) -> list[str]:

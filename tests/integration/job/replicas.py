@@ -2,20 +2,35 @@
 
 import json
 import os
+import signal
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
+from keepstep.elastic.trainer.replicas import ReplicaCheck
 
 # A rank that is alone on its node would take a thread per core, and sum in another order.
 torch.set_num_threads(1)
 options = json.loads(sys.argv[1])
 was_damaged = Path(options["log"]) / "damaged"
+
+if options.get("lost_in_last_comparison"):
+    run_if_due = ReplicaCheck.run_if_due
+
+    def run_unless_lost(self: ReplicaCheck, step: int, **arguments: Any) -> Any:
+        """Lose rank 1 of the first generation when the state after the last step is compared."""
+        place = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"])
+        if step == options["steps"] and place == ("0", "1"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_if_due(self, step, **arguments)
+
+    ReplicaCheck.run_if_due = run_unless_lost  # type: ignore[method-assign]
 
 
 def build(world: keepstep.World) -> keepstep.State:

@@ -184,6 +184,22 @@ def test_damage_in_the_last_step_does_not_reach_the_final_snapshot(
     assert sums(tmp_path)[18] == undisturbed[18]
 
 
+def test_worker_lost_while_the_last_step_is_compared_is_replaced(
+    tmp_path: Path, undisturbed: dict[int, list[int]]
+) -> None:
+    status, output, _ = run(
+        tmp_path,
+        parallel=True,
+        lost_in_last_comparison=True,
+        steps=18,
+        snapshot_every=50,
+        on_divergence="roll back",
+    )
+    assert status == 0, output
+    assert "Traceback" not in output, output
+    assert sums(tmp_path)[18] == undisturbed[18]
+
+
 def test_job_that_shall_stop_ends_at_the_first_comparison_without_another_attempt(
     tmp_path: Path,
 ) -> None:
