@@ -120,12 +120,11 @@ class ParityMemory:
                 return arena
         capacity = round_up(max(nbytes, 1), _GRANULARITY_NBYTES)
         with self._budget.admission() as left_nbytes:
-            available_nbytes = left_nbytes()
-            if capacity + _MEMORY_RESERVE_NBYTES > available_nbytes:
+            if capacity + _MEMORY_RESERVE_NBYTES > left_nbytes():
+                # Without what is left: this is tried again and again, and logged once.
                 raise CheckpointError(
-                    f"parity needs {capacity / 2**20:.0f} MiB and the node has "
-                    f"{available_nbytes / 2**20:.0f} MiB left; use larger groups (--group-size) or "
-                    f"less parity (--parity)"
+                    f"parity needs {capacity / 2**20:.0f} MiB, which the node does not have left; "
+                    f"use larger groups (--group-size) or less parity (--parity)"
                 )
             return self._budget.create(capacity)
 

@@ -110,14 +110,20 @@ class Protection:
     def protect(self, snapshot: SnapshotId) -> None:
         """Begin to protect a snapshot that all ranks of this node have sealed.
 
-        Nothing happens if its generation is over: no other node would give its part of it.
+        Nothing happens if its generation is over: no other node would give its part of it. Without
+        parity nothing is to be computed, and the snapshot counts as protected when this returns.
         """
         with self._changed:
             group = self._parity.group
             if snapshot.generation < group.generation:
                 return
-            self._pending = snapshot
-            self._encoding.submit(self._protect, group, snapshot, self._stop_requested)
+            if group.parity:
+                self._pending = snapshot
+                self._encoding.submit(self._protect, group, snapshot, self._stop_requested)
+                return
+            is_published = self._parity.publish(snapshot, SnapshotParity(group))
+        if is_published:
+            self._on_protected(snapshot)
 
     def finish_protection(self, timeout_s: float) -> None:
         """Wait until nothing is under way that can be completed, or the time is up."""
@@ -162,8 +168,7 @@ class Protection:
     def _protect(self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event) -> None:
         """Compute the table of this node's own bytes, then the parity of the others'."""
         try:
-            if group.parity:
-                self._parity.set_own_table(snapshot, self._compute_shard_table(snapshot))
+            self._parity.set_own_table(snapshot, self._compute_shard_table(snapshot))
             while not stop.is_set() and not self._try_to_encode(group, snapshot, stop):
                 if self._parity.own_table(snapshot) is None:
                     return
@@ -180,7 +185,11 @@ class Protection:
     def _try_to_encode(
         self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event
     ) -> bool:
-        """Compute all parity that this node keeps; False if a peer could not be reached."""
+        """Compute all parity that this node keeps; False if that was not possible now.
+
+        A peer may be reachable again later, and memory be free: until the snapshot is protected,
+        no newer one is taken.
+        """
         parity = SnapshotParity(group)
         is_published = False
         try:
@@ -188,7 +197,7 @@ class Protection:
             for stripe, row in stripes_of(group).parity_stripes(group.position):
                 self._encode(parity, snapshot, stripe, row, stop)
             is_published = self._parity.publish(snapshot, parity)
-        except SnapshotUnavailable as error:
+        except (CheckpointError, OSError) as error:
             obstacle = (snapshot, str(error))
             if not isinstance(error.__cause__, PeerUnavailable) and obstacle != self._obstacle:
                 self._obstacle = obstacle

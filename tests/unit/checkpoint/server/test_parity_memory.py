@@ -63,7 +63,7 @@ def test_parity_is_refused_before_the_node_runs_out_of_memory() -> None:
     memory = open_memory()
     parity_memory = ParityMemory(memory, MemoryBudget(lambda: 2**27))
     first = parity_memory.take_buffer(2**25)
-    with pytest.raises(CheckpointError, match="parity needs 64 MiB and the node has 96 MiB left"):
+    with pytest.raises(CheckpointError, match="parity needs 64 MiB, which the node does not have"):
         parity_memory.take_buffer(2**26)
     first.close()
     memory.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server import protection as protection_module
@@ -21,6 +21,28 @@ from tests.unit.checkpoint.server.sealed import open_memory
 
 OLDER, NEWER = SnapshotId(1, 1), SnapshotId(1, 2)
 GROUP = ErasureGroup(generation=1, addresses=("a",), position=0, parity=0)
+PAIR = ErasureGroup(generation=1, addresses=("a", "b"), position=0, parity=1)
+
+
+def compute_nothing(protection: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take parity as computed, without a peer."""
+    monkeypatch.setattr(protection, "_compute_shard_table", lambda snapshot: ())
+    monkeypatch.setattr(protection, "_encode", lambda *_: None)
+
+
+def test_snapshot_is_protected_at_once_where_nothing_is_to_be_computed() -> None:
+    protected: list[SnapshotId] = []
+    memory = open_memory()
+    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.append)
+    try:
+        protection.open_generation(GROUP)
+        protection.protect(OLDER)
+        assert protected == [OLDER]
+        assert protection.is_protected(OLDER)
+    finally:
+        protection.stop()
+        protection.close()
+        memory.close()
 
 
 def test_snapshot_of_a_generation_that_is_over_keeps_no_other_from_being_protected() -> None:
@@ -39,7 +61,9 @@ def test_snapshot_of_a_generation_that_is_over_keeps_no_other_from_being_protect
         memory.close()
 
 
-def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended() -> None:
+def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     completing: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
     may_end = threading.Semaphore(0)
 
@@ -49,8 +73,9 @@ def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
 
     memory = open_memory()
     protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), wait)
+    compute_nothing(protection, monkeypatch)
     try:
-        protection.open_generation(GROUP)
+        protection.open_generation(PAIR)
         protection.protect(OLDER)
         assert completing.get(timeout=patient(60)) == OLDER
         protection.protect(NEWER)
@@ -85,10 +110,11 @@ def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
     monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
     memory = open_memory()
     protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
+    compute_nothing(protection, monkeypatch)
     monkeypatch.setattr(protection._parity, "publish", publish)
     monkeypatch.setattr(protection._parity, "own_table", lambda snapshot: ())
     try:
-        protection.open_generation(GROUP)
+        protection.open_generation(PAIR)
         protection.protect(OLDER)
         assert protected.get(timeout=patient(60)) == OLDER
     finally:
@@ -98,4 +124,35 @@ def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
     assert caplog.messages == [
         "step 1 is not protected yet, trying again: b: no room",
         "step 1 is not protected yet, trying again: b: damaged",
+    ]
+
+
+def test_snapshot_is_protected_when_memory_for_its_parity_is_free_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chaos, seed 302: it never was, so that no step was committed any more."""
+    protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
+    shortages = iter([CheckpointError("parity needs 1 MiB"), OSError("no memory")])
+
+    def encode(*_: object) -> None:
+        shortage = next(shortages, None)
+        if shortage is not None:
+            raise shortage
+
+    monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
+    memory = open_memory()
+    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
+    compute_nothing(protection, monkeypatch)
+    monkeypatch.setattr(protection, "_encode", encode)
+    try:
+        protection.open_generation(PAIR)
+        protection.protect(OLDER)
+        assert protected.get(timeout=patient(60)) == OLDER
+    finally:
+        protection.stop()
+        protection.close()
+        memory.close()
+    assert caplog.messages == [
+        "step 1 is not protected yet, trying again: parity needs 1 MiB",
+        "step 1 is not protected yet, trying again: no memory",
     ]
