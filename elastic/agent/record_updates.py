@@ -12,6 +12,8 @@ _PROGRESS_WRITES_PER_S = 20
 """How often all nodes together write how far they are, while nothing else is to be written.
 
 Only people read that."""
+_LEAST_PROGRESS_PAUSE_S = 3.0
+"""How long a node pauses between such writes at least: each takes several ms of a processor."""
 
 
 class RecordUpdates:
@@ -54,7 +56,7 @@ class RecordUpdates:
         if membership.has_unwritten_changes or time.monotonic() >= self._progress_due_s:
             generation = membership.view.generation
             nodes = len(generation.members) if generation is not None else 1
-            pause_s = max(1.0, nodes / _PROGRESS_WRITES_PER_S)
+            pause_s = max(_LEAST_PROGRESS_PAUSE_S, nodes / _PROGRESS_WRITES_PER_S)
             self._progress_due_s = time.monotonic() + pause_s
             membership.update(
                 step=worker_group.step,

@@ -25,7 +25,7 @@ from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeRecord, 
 from keepstep.elastic.rendezvous.reports import Reports
 from keepstep.elastic.rendezvous.view import View, with_reports
 
-COMMIT_INTERVAL_S = 2.0
+COMMIT_INTERVAL_S = 5.0
 """How often the coordinator is told of a commit that nobody needs there, at most."""
 
 
