@@ -26,7 +26,7 @@ from itertools import compress
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.live.packing import pack, signature_of, views_over
@@ -195,7 +195,7 @@ class Snapshotter:
                 error: BaseException | None = None
                 try:
                     self._perform(copy)
-                except (CheckpointError, RuntimeError, OSError) as caught:
+                except Exception as caught:  # noqa: BLE001 - the thread's edge: `wait` raises it
                     error = caught
                 with self._changed:
                     self._error = error

@@ -166,30 +166,39 @@ class Protection:
         self._parity.close()
 
     def _protect(self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event) -> None:
-        """Compute the table of this node's own bytes, then the parity of the others'."""
+        """Compute the table of this node's own bytes, then the parity of the others'.
+
+        What is in the way may pass: until the snapshot is protected, no newer one is taken.
+        """
+        has_table = False
         try:
-            self._parity.set_own_table(snapshot, self._compute_shard_table(snapshot))
-            while not stop.is_set() and not self._try_to_encode(group, snapshot, stop):
-                if self._parity.own_table(snapshot) is None:
+            while not stop.is_set():
+                try:
+                    if not has_table:
+                        table = self._compute_shard_table(snapshot)
+                        self._parity.set_own_table(snapshot, table)
+                        has_table = True
+                    if self._encode_all(group, snapshot, stop):
+                        self._on_protected(snapshot)
+                        return
+                except Exception as error:  # noqa: BLE001 - nobody else would learn of it
+                    if not has_table and isinstance(error, SnapshotUnavailable):
+                        log.error("step %d is not protected: %s", snapshot.step, error)
+                        return
+                    self._note_obstacle(snapshot, error)
+                    self._connections.retain_only(())
+                if has_table and self._parity.own_table(snapshot) is None:
                     return
                 # Meanwhile agents find out whether the peer is dead; if so this generation ends.
                 self._set_pending(None)
                 stop.wait(_RETRY_S)
-        except (CheckpointError, OSError) as error:
-            log.error("step %d is not protected: %s", snapshot.step, error)
         finally:
             with self._changed:
                 if self._pending == snapshot:
                     self._set_pending(None)
 
-    def _try_to_encode(
-        self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event
-    ) -> bool:
-        """Compute all parity that this node keeps; False if that was not possible now.
-
-        A peer may be reachable again later, and memory be free: until the snapshot is protected,
-        no newer one is taken.
-        """
+    def _encode_all(self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event) -> bool:
+        """Compute all parity that this node keeps; False if the snapshot was given up meanwhile."""
         parity = SnapshotParity(group)
         is_published = False
         try:
@@ -197,18 +206,18 @@ class Protection:
             for stripe, row in stripes_of(group).parity_stripes(group.position):
                 self._encode(parity, snapshot, stripe, row, stop)
             is_published = self._parity.publish(snapshot, parity)
-        except (CheckpointError, OSError) as error:
-            obstacle = (snapshot, str(error))
-            if not isinstance(error.__cause__, PeerUnavailable) and obstacle != self._obstacle:
-                self._obstacle = obstacle
-                log.warning("step %d is not protected yet, trying again: %s", snapshot.step, error)
-            self._connections.retain_only(())
         finally:
             if not is_published:
                 self._parity.release(parity)
-        if is_published:
-            self._on_protected(snapshot)
         return is_published
+
+    def _note_obstacle(self, snapshot: SnapshotId, error: Exception) -> None:
+        """Log what is in the way, once. Of a peer that is gone the agents learn."""
+        text = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
+        obstacle = (snapshot, text)
+        if not isinstance(error.__cause__, PeerUnavailable) and obstacle != self._obstacle:
+            self._obstacle = obstacle
+            log.warning("step %d is not protected yet, trying again: %s", snapshot.step, text)
 
     def _encode(
         self,

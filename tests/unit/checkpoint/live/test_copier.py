@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import describe
 from keepstep.checkpoint.memory.arena import Arena
@@ -66,3 +68,17 @@ def test_a_buffer_that_the_server_released_is_unmapped() -> None:
     client.close()
     assert counts == [1, 2, 3, 2, 2]
     assert mapped_buffers() == before
+
+
+def test_whatever_a_copy_raises_is_raised_to_who_waits_for_it() -> None:
+    """Another kind of error ended the thread, and who waited did so for ever."""
+    client = ScriptedClient([(1, {1})])
+    snapshotter = Snapshotter(cast(SnapshotClient, client), 1, 0, torch.device("cpu"))
+    tensors = [describe("w", torch.ones(8))]
+    snapshotter.start(0, tensors, {"unknown": cast(Json, object())})
+    with pytest.raises(TypeError, match="object"):
+        snapshotter.wait()
+    snapshotter.start(1, tensors, {})
+    snapshotter.wait()
+    snapshotter.close()
+    client.close()

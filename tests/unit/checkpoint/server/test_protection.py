@@ -127,22 +127,28 @@ def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
     ]
 
 
-def test_snapshot_is_protected_when_memory_for_its_parity_is_free_again(
+def test_snapshot_is_protected_when_what_was_lacking_is_there_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Chaos, seed 302: it never was, so that no step was committed any more."""
     protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
     shortages = iter([CheckpointError("parity needs 1 MiB"), OSError("no memory")])
+    starts = iter([RuntimeError("can't start new thread")])
 
     def encode(*_: object) -> None:
         shortage = next(shortages, None)
         if shortage is not None:
             raise shortage
 
+    def compute_table(_: SnapshotId) -> tuple[()]:
+        for failure in starts:
+            raise failure
+        return ()
+
     monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
     memory = open_memory()
     protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
-    compute_nothing(protection, monkeypatch)
+    monkeypatch.setattr(protection, "_compute_shard_table", compute_table)
     monkeypatch.setattr(protection, "_encode", encode)
     try:
         protection.open_generation(PAIR)
@@ -153,6 +159,7 @@ def test_snapshot_is_protected_when_memory_for_its_parity_is_free_again(
         protection.close()
         memory.close()
     assert caplog.messages == [
+        'step 1 is not protected yet, trying again: RuntimeError("can\'t start new thread")',
         "step 1 is not protected yet, trying again: parity needs 1 MiB",
         "step 1 is not protected yet, trying again: no memory",
     ]

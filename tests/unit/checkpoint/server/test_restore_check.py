@@ -244,3 +244,20 @@ def test_in_any_layout_a_byte_is_checked_if_the_node_holds_it(
     if not is_held:
         assert checked.nbytes == expected_nbytes
     node.close()
+
+
+def test_snapshot_passes_where_the_comparison_itself_fails(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that the thread raised was seen, and no later step would have been committed."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(node.check, "_compare", fail)
+    node.seal(OLD, 0, VALUES, 0, "model/w")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    node.seal(NEW, 0, VALUES, 0, "model/w")
+    node.check.check_first(NEW, node.passed.put)
+    assert node.passed.get(timeout=patient(60)) == NEW
