@@ -50,6 +50,10 @@ class SnapshotUnavailable(CheckpointError):
     """A snapshot server could not be reached, refused, or no longer holds the requested data."""
 
 
+class MemoryShort(SnapshotUnavailable):
+    """The node has too little memory for a snapshot or its parity; it may have enough later."""
+
+
 class SnapshotInvariantViolated(CheckpointError):
     """Something that keepstep promises about its own state does not hold; the change is refused.
 

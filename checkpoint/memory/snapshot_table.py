@@ -26,7 +26,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from keepstep.checkpoint.errors import SnapshotInvariantViolated, SnapshotUnavailable
+from keepstep.checkpoint.errors import (
+    MemoryShort,
+    SnapshotInvariantViolated,
+    SnapshotUnavailable,
+)
 
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
@@ -136,8 +140,9 @@ def begin(
             another rank did not seal it.
 
     Raises:
-        SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet,
-        or the node has not enough memory.
+        SnapshotUnavailable: the generation is over, or the rank's last snapshot is not committed
+            yet.
+        MemoryShort: the node has not enough memory.
     """
     _check_not_fenced(table, snapshot, rank)
     if snapshot.generation != table.generation:
@@ -182,7 +187,8 @@ def adopt(
     Call `complete_adoption` when it is rebuilt.
 
     Raises:
-        SnapshotUnavailable: the shard is here already, or the node has not enough memory.
+        SnapshotUnavailable: the shard is here already.
+        MemoryShort: the node has not enough memory.
     """
     if (snapshot, rank) in table.shards:
         raise SnapshotUnavailable(f"rank {rank}'s part of step {snapshot.step} is here already")
@@ -402,7 +408,7 @@ def _choose_buffer(
     # Buffers that have become too small for this job are of no use to it.
     free = {b: c for b, c in table.free.items() if c >= nbytes}
     if nbytes + _MEMORY_RESERVE_NBYTES > available_nbytes:
-        raise SnapshotUnavailable(
+        raise MemoryShort(
             f"a snapshot of rank {key[1]} needs {nbytes / 2**20:.0f} MiB and the node has "
             f"{available_nbytes / 2**20:.0f} MiB left; use snapshot_every=... less often, fewer "
             "workers or more memory"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup, ShardTable, table_nbytes
@@ -110,7 +110,7 @@ class ParityMemory:
         """Return a free buffer that is large enough, or a new one.
 
         Raises:
-            CheckpointError: the node has too little memory.
+            MemoryShort: the node has too little memory.
         """
         with self._changed:
             fitting = [arena for arena in self._free if arena.nbytes >= nbytes]
@@ -122,7 +122,7 @@ class ParityMemory:
         with self._budget.admission() as left_nbytes:
             if capacity + _MEMORY_RESERVE_NBYTES > left_nbytes():
                 # Without what is left: this is tried again and again, and logged once.
-                raise CheckpointError(
+                raise MemoryShort(
                     f"parity needs {capacity / 2**20:.0f} MiB, which the node does not have left; "
                     f"use larger groups (--group-size) or less parity (--parity)"
                 )

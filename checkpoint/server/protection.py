@@ -54,7 +54,8 @@ class Protection:
         memory: holds the node's own shards.
         identity: this node, as other servers see it.
         budget: the node's memory.
-        on_protected: called, on the computing thread, when a snapshot is protected here.
+        on_protected: called when a snapshot is protected here, on the computing thread; without
+            parity, by `protect`.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class Rebuilder:
     def _rebuild_shard(
         self, node: _LostNode, table: ShardTable, location: ShardLocation, stop: threading.Event
     ) -> None:
-        arena = self._memory.adopt(node.snapshot, location.rank, location.nbytes)
+        arena = self._memory.adopt(node.snapshot, location.rank, location.nbytes, stop.is_set)
         plan = plan_rebuilding(
             stripes_of(node.group),
             node.lost,

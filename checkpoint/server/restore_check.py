@@ -29,6 +29,7 @@ log = logging.getLogger("keepstep")
 _TILE_NBYTES = 4 * 2**20
 _MAX_THREADS = 8
 _MAX_REPORTED = 8
+_RETRY_S = 0.1
 
 # A user's own object may load its state in a form of its own.
 _MUST_BE_EQUAL = ("model/", "optim/", "rank/")
@@ -99,21 +100,42 @@ class RestoreCheck:
             then(sealed)
             return
         try:
-            checked = self._compare(restored, sealed, stop)
+            checked = self._compare_at_last(restored, sealed, stop)
         except SnapshotUnavailable:  # Discarded meanwhile, or its generation is over.
-            return
-        except Exception as error:  # noqa: BLE001 - the thread's edge: nobody else would learn of it
-            log.warning("what was restored of step %d is not checked: %r", sealed.step, error)
-            then(sealed)
             return
         finally:
             self._memory.unpin(restored)
-        if stop.is_set():
+        if checked is None or stop.is_set():
             return
         if checked.nbytes or checked.differing:
             self._on_checked(checked)
         if not checked.is_wrong:
             then(sealed)
+
+    def _compare_at_last(
+        self, restored: SnapshotId, sealed: SnapshotId, stop: threading.Event
+    ) -> RestoreChecked | None:
+        """Compare, again while that fails; None if it is given up.
+
+        What is not known to be right is not protected, so nothing wrong is committed; but nothing
+        else would be either.
+        """
+        is_told = False
+        while not stop.is_set():
+            try:
+                return self._compare(restored, sealed, stop)
+            except SnapshotUnavailable:
+                raise
+            except Exception as error:  # noqa: BLE001 - nobody else would learn of it
+                if not is_told:
+                    is_told = True
+                    log.warning(
+                        "what was restored of step %d is not checked yet, trying again: %r",
+                        sealed.step,
+                        error,
+                    )
+            stop.wait(_RETRY_S)
+        return None
 
     def _compare(
         self, restored: SnapshotId, sealed: SnapshotId, stop: threading.Event

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.memory import snapshot_table
 from keepstep.checkpoint.memory.arena import Arena
@@ -26,6 +28,12 @@ from keepstep.transport import FileRange
 
 # How long one request for a shard that is still being rebuilt waits; the client asks again.
 _PENDING_POLL_S = 5.0
+
+# How long memory is waited for that others have taken: less than a client waits for an answer.
+_MEMORY_WAIT_S = 20.0
+_MEMORY_POLL_S = 0.1
+
+Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +139,13 @@ class SnapshotMemory:
     ) -> GrantedBuffer:
         """Give a rank a buffer for a snapshot; `mapped` are the buffers that it has mapped.
 
+        Waits a while if memory is short.
+
         Raises:
             SnapshotUnavailable: see `snapshot_table.begin`.
         """
-        with self._changed, self._budget.admission() as left_nbytes:
+
+        def take(left_nbytes: Callable[[], int]) -> GrantedBuffer:
             has_buffer = snapshot_table.has_buffer(self._table, nbytes)
             self._table, shard = snapshot_table.begin(
                 self._table,
@@ -152,6 +163,8 @@ class SnapshotMemory:
                 descriptor=None if shard.buffer in mapped else os.dup(arena.descriptor),
                 dropped=tuple(number for number in mapped if number not in self._arenas),
             )
+
+        return self._once_there_is_memory(take, lambda: False)
 
     def seal(
         self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int
@@ -283,13 +296,28 @@ class SnapshotMemory:
             raise SnapshotUnavailable(reason)
         return False
 
-    def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
-        """Return memory for a lost node's shard, or raise SnapshotUnavailable if it is short."""
-        with self._changed, self._budget.admission() as left_nbytes:
+    def adopt(
+        self, snapshot: SnapshotId, rank: int, nbytes: int, is_over: Callable[[], bool]
+    ) -> Arena:
+        """Return memory for a lost node's shard; waits a while if it is short.
+
+        Args:
+            snapshot: what the shard is a part of.
+            rank: whose part.
+            nbytes: its size.
+            is_over: whether the shard is not wanted any more.
+
+        Raises:
+            SnapshotUnavailable: see `snapshot_table.adopt`.
+        """
+
+        def take(left_nbytes: Callable[[], int]) -> Arena:
             self._table, shard = snapshot_table.adopt(
                 self._table, snapshot, rank, nbytes, left_nbytes()
             )
             return self._arena_of_buffer(shard.buffer, shard.capacity)
+
+        return self._once_there_is_memory(take, is_over)
 
     def complete_adoption(self, snapshot: SnapshotId, location: ShardLocation) -> None:
         """Serve a rebuilt shard from now on."""
@@ -331,6 +359,25 @@ class SnapshotMemory:
             for arena in self._arenas.values():
                 arena.close()
             self._arenas.clear()
+
+    def _once_there_is_memory(
+        self, take: Callable[[Callable[[], int]], Taken], is_over: Callable[[], bool]
+    ) -> Taken:
+        """Call what takes memory, with what tells how much is left, until that suffices.
+
+        Raises:
+            MemoryShort: it did not in time.
+        """
+        until_s = time.monotonic() + _MEMORY_WAIT_S
+        with self._changed:
+            while True:
+                try:
+                    with self._budget.admission() as left_nbytes:
+                        return take(left_nbytes)
+                except MemoryShort:
+                    if self._is_stopping or is_over() or time.monotonic() >= until_s:
+                        raise
+                self._changed.wait(_MEMORY_POLL_S)
 
     def _update(self, change: Callable[[SnapshotTable], SnapshotTable]) -> None:
         with self._changed:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+import pytest
+
+from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server import snapshot_memory
 from keepstep.checkpoint.server.memory_budget import MemoryBudget, cgroup_available_nbytes
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 
@@ -15,8 +19,11 @@ MIB = 2**20
 FREE_NBYTES = 1024 * MIB
 
 
-def test_what_was_granted_and_not_written_yet_is_not_granted_again() -> None:
+def test_what_was_granted_and_not_written_yet_is_not_granted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Four ranks ask for 70 % of what is free: one of them gets it."""
+    monkeypatch.setattr(snapshot_memory, "_MEMORY_WAIT_S", 0.0)
     memory = SnapshotMemory(MemoryBudget(lambda: FREE_NBYTES), lambda snapshots: None)
     memory.open_generation(1)
     granted = 0
@@ -25,13 +32,75 @@ def test_what_was_granted_and_not_written_yet_is_not_granted_again() -> None:
             buffer = memory.begin(
                 SnapshotId(1, 1), rank, FREE_NBYTES * 7 // 10, (), discard_uncommitted=False
             )
-        except SnapshotUnavailable as error:
+        except MemoryShort as error:
             assert "307 MiB left" in str(error)  # noqa: PT017 - three of four are refused
             continue
         assert buffer.descriptor is not None
         granted += 1
     memory.close()
     assert granted == 1
+
+
+class SlowlyFreed:
+    """What is free: too little when it is first asked for, enough from then on."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> int:
+        self.asked += 1
+        return MIB if self.asked == 1 else FREE_NBYTES
+
+
+def begin(memory: SnapshotMemory) -> None:
+    granted = memory.begin(SnapshotId(2, 1), 0, MIB, (), discard_uncommitted=False)
+    assert granted.descriptor is not None
+    os.close(granted.descriptor)
+
+
+def adopt(memory: SnapshotMemory, is_over: Callable[[], bool] = lambda: False) -> None:
+    assert memory.adopt(SnapshotId(1, 1), 7, MIB, is_over).nbytes >= MIB
+
+
+@pytest.mark.parametrize("take", [begin, adopt])
+def test_memory_that_others_have_taken_is_waited_for(
+    take: Callable[[SnapshotMemory], None],
+) -> None:
+    """Chaos, seed 302: each generation failed to rebuild a shard until no restart was left."""
+    free = SlowlyFreed()
+    memory = SnapshotMemory(MemoryBudget(free), lambda snapshots: None)
+    memory.open_generation(2)
+    take(memory)
+    assert free.asked == 2
+    memory.close()
+
+
+def test_nobody_waits_for_memory_for_a_shard_that_is_not_wanted_any_more() -> None:
+    asked = [False, False, True]
+    memory = SnapshotMemory(MemoryBudget(lambda: MIB), lambda snapshots: None)
+    memory.open_generation(2)
+    with pytest.raises(MemoryShort):
+        adopt(memory, lambda: asked.pop(0))
+    assert not asked
+    memory.close()
+
+
+def test_nobody_waits_for_memory_in_a_generation_that_is_over() -> None:
+    openings: list[threading.Thread] = []
+
+    def too_little() -> int:
+        # It gets the memory's lock once who asks has found too little, and waits.
+        if not openings:
+            openings.append(threading.Thread(target=memory.open_generation, args=(3,)))
+            openings[0].start()
+        return MIB
+
+    memory = SnapshotMemory(MemoryBudget(too_little), lambda snapshots: None)
+    memory.open_generation(2)
+    with pytest.raises(SnapshotUnavailable, match="it is over"):
+        begin(memory)
+    openings[0].join()
+    memory.close()
 
 
 def test_what_is_written_is_counted_by_the_system_alone() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -24,6 +26,19 @@ GROUP = ErasureGroup(generation=1, addresses=("a",), position=0, parity=0)
 PAIR = ErasureGroup(generation=1, addresses=("a", "b"), position=0, parity=1)
 
 
+@contextmanager
+def opened(on_protected: Callable[[SnapshotId], None]) -> Iterator[Protection]:
+    """Open a node's protection; at the end stop it, and free its memory."""
+    memory = open_memory()
+    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), on_protected)
+    try:
+        yield protection
+    finally:
+        protection.stop()
+        protection.close()
+        memory.close()
+
+
 def compute_nothing(protection: Protection, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take parity as computed, without a peer."""
     monkeypatch.setattr(protection, "_compute_shard_table", lambda snapshot: ())
@@ -32,33 +47,21 @@ def compute_nothing(protection: Protection, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_snapshot_is_protected_at_once_where_nothing_is_to_be_computed() -> None:
     protected: list[SnapshotId] = []
-    memory = open_memory()
-    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.append)
-    try:
+    with opened(protected.append) as protection:
         protection.open_generation(GROUP)
         protection.protect(OLDER)
         assert protected == [OLDER]
         assert protection.is_protected(OLDER)
-    finally:
-        protection.stop()
-        protection.close()
-        memory.close()
 
 
 def test_snapshot_of_a_generation_that_is_over_keeps_no_other_from_being_protected() -> None:
     protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
-    memory = open_memory()
-    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
-    try:
+    with opened(protected.put) as protection:
         protection.open_generation(replace(GROUP, generation=2))
         # Its ranks sealed it before the generation opened; what they restored was checked first.
         protection.protect(OLDER)
         protection.protect(SnapshotId(2, 1))
         assert protected.get(timeout=patient(60)) == SnapshotId(2, 1)
-    finally:
-        protection.stop()
-        protection.close()
-        memory.close()
 
 
 def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
@@ -71,25 +74,21 @@ def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
         completing.put(snapshot)
         assert may_end.acquire(timeout=patient(60))
 
-    memory = open_memory()
-    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), wait)
-    compute_nothing(protection, monkeypatch)
-    try:
-        protection.open_generation(PAIR)
-        protection.protect(OLDER)
-        assert completing.get(timeout=patient(60)) == OLDER
-        protection.protect(NEWER)
-        may_end.release()
-        # One thread protects all: when the newer one is at its end, the older one has ended.
-        assert completing.get(timeout=patient(60)) == NEWER
-        began_s = time.monotonic()
-        protection.finish_protection(0.1)
-        assert time.monotonic() - began_s >= 0.1
-    finally:
-        may_end.release(2)
-        protection.stop()
-        protection.close()
-        memory.close()
+    with opened(wait) as protection:
+        compute_nothing(protection, monkeypatch)
+        try:
+            protection.open_generation(PAIR)
+            protection.protect(OLDER)
+            assert completing.get(timeout=patient(60)) == OLDER
+            protection.protect(NEWER)
+            may_end.release()
+            # One thread protects all: when the newer one is at its end, the older one has ended.
+            assert completing.get(timeout=patient(60)) == NEWER
+            began_s = time.monotonic()
+            protection.finish_protection(0.1)
+            assert time.monotonic() - began_s >= 0.1
+        finally:
+            may_end.release(2)
 
 
 def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
@@ -108,19 +107,13 @@ def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
         return True
 
     monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
-    memory = open_memory()
-    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
-    compute_nothing(protection, monkeypatch)
-    monkeypatch.setattr(protection._parity, "publish", publish)
-    monkeypatch.setattr(protection._parity, "own_table", lambda snapshot: ())
-    try:
+    with opened(protected.put) as protection:
+        compute_nothing(protection, monkeypatch)
+        monkeypatch.setattr(protection._parity, "publish", publish)
+        monkeypatch.setattr(protection._parity, "own_table", lambda snapshot: ())
         protection.open_generation(PAIR)
         protection.protect(OLDER)
         assert protected.get(timeout=patient(60)) == OLDER
-    finally:
-        protection.stop()
-        protection.close()
-        memory.close()
     assert caplog.messages == [
         "step 1 is not protected yet, trying again: b: no room",
         "step 1 is not protected yet, trying again: b: damaged",
@@ -146,18 +139,12 @@ def test_snapshot_is_protected_when_what_was_lacking_is_there_again(
         return ()
 
     monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
-    memory = open_memory()
-    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
-    monkeypatch.setattr(protection, "_compute_shard_table", compute_table)
-    monkeypatch.setattr(protection, "_encode", encode)
-    try:
+    with opened(protected.put) as protection:
+        monkeypatch.setattr(protection, "_compute_shard_table", compute_table)
+        monkeypatch.setattr(protection, "_encode", encode)
         protection.open_generation(PAIR)
         protection.protect(OLDER)
         assert protected.get(timeout=patient(60)) == OLDER
-    finally:
-        protection.stop()
-        protection.close()
-        memory.close()
     assert caplog.messages == [
         'step 1 is not protected yet, trying again: RuntimeError("can\'t start new thread")',
         "step 1 is not protected yet, trying again: parity needs 1 MiB",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,18 +247,22 @@ def test_in_any_layout_a_byte_is_checked_if_the_node_holds_it(
     node.close()
 
 
-def test_snapshot_passes_where_the_comparison_itself_fails(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+def test_comparison_that_fails_is_done_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing that the thread raised was seen, and no later step would have been committed."""
+    compare, failures = node.check._compare, iter(["no thread", "no thread"])
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
+    def fail_twice(*arguments: Any) -> RestoreChecked:
+        for failure in failures:
+            raise RuntimeError(failure)
+        return compare(*arguments)
 
-    monkeypatch.setattr(node.check, "_compare", fail)
-    node.seal(OLD, 0, VALUES, 0, "model/w")
-    node.memory.commit(OLD)
-    node.memory.open_generation(2)
-    node.seal(NEW, 0, VALUES, 0, "model/w")
-    node.check.check_first(NEW, node.passed.put)
-    assert node.passed.get(timeout=patient(60)) == NEW
+    monkeypatch.setattr(node.check, "_compare", fail_twice)
+    wrong = VALUES.copy()
+    wrong[0] ^= 1
+    assert restored(node, wrong).is_wrong
+    assert node.passed.empty()
+    assert caplog.messages == [
+        "what was restored of step 7 is not checked yet, trying again: RuntimeError('no thread')"
+    ]
