@@ -242,8 +242,8 @@ PUBLIC = {
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
         "CheckpointTooNew", "Descriptions", "FlatFragment", "FormatUnsupported", "LayoutMismatch",
-        "Part", "PartTable", "RankFailed", "RulesInvalid", "SaveHandle", "Saver", "Scale",
-        "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
+        "MemoryShort", "Part", "PartTable", "RankFailed", "RulesInvalid", "SaveHandle", "Saver",
+        "Scale", "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ with keepstep.join(
             is_due = [job.world.rank, job.steps + 1] == options.get("damage")
             # It does not happen again when the step is computed again.
             if is_due and not was_damaged.exists():
+                while not (Path(options["log"]) / "complete").exists():
+                    time.sleep(0.01)
                 was_damaged.touch()
                 with torch.no_grad():
                     next(iter(job.model.parameters()))[0, 0] += 2**-20
