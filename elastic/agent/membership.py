@@ -48,7 +48,8 @@ from keepstep.elastic.rendezvous import (
     transactions,
 )
 from keepstep.elastic.rendezvous.commits import Announcements
-from keepstep.elastic.rendezvous.decide import LeaderState, decide
+from keepstep.elastic.rendezvous.decide import decide
+from keepstep.elastic.rendezvous.decision import LeaderState
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
     check_record,

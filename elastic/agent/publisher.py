@@ -12,7 +12,7 @@ from dataclasses import replace
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous import publication
 from keepstep.elastic.rendezvous.actions import CancelPersist, Publish
-from keepstep.elastic.rendezvous.decide import Decision
+from keepstep.elastic.rendezvous.decision import Decision
 from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.view import View
 

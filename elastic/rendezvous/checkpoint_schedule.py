@@ -209,6 +209,13 @@ def given_up_at_s(view: View, request: PersistRequest) -> float:
     return request.at_s + max(_PARTS_S, _PARTS_RATIO * took_s) * 2.0 ** min(failed, 10)
 
 
+def parts_awaited_until_s(view: View, now_s: float, wall_s: float) -> float | None:
+    """Return until when the parts of a checkpoint are waited for, in monotonic seconds."""
+    if view.persist is None:
+        return None
+    return now_s + max(0.0, given_up_at_s(view, view.persist) - wall_s)
+
+
 def continue_persist(
     view: View, request: PersistRequest, wall_s: float
 ) -> Publish | CancelPersist | None:

@@ -21,7 +21,12 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.actions import Action, Commit, Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import begin_persist_if_due
 from keepstep.elastic.rendezvous.rank_assignment import present_members
-from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeRecord, SnapshotCommit
+from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
+    Generation,
+    NodeRecord,
+    SnapshotCommit,
+)
 from keepstep.elastic.rendezvous.reports import Reports
 from keepstep.elastic.rendezvous.view import View, with_reports
 
@@ -114,6 +119,24 @@ def next_commit(
         committed.append(announced.snapshot)
     newest = max(committed, default=None)
     return newest if newest is not None and (known is None or newest > known) else None
+
+
+def commit_of(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
+    """Return the commit of the newest snapshot that all members protect; None if it is not new.
+
+    Args:
+        view: what the coordinator holds.
+        generation: whose snapshots count.
+        present: the records of its members that are present.
+    """
+    if len(present) < len(generation.members):
+        return None
+    common = set.intersection(*(set(record.protected) for record in present)) if present else set()
+    fresh = [s for s in common if s.generation == generation.generation]
+    newest = max(fresh, default=None)
+    if newest is None or (view.snapshot is not None and newest <= view.snapshot.snapshot):
+        return None
+    return Commit(SnapshotCommit(newest, generation.members, generation.parity))
 
 
 def is_due(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.elastic.rendezvous import checkpoint_schedule
 from keepstep.elastic.rendezvous.actions import CancelPersist, Open, Publish
-from keepstep.elastic.rendezvous.decide import Decision
+from keepstep.elastic.rendezvous.decision import Decision
 from keepstep.elastic.rendezvous.view import View
 
 OPENING_WAITS_S = 10.0

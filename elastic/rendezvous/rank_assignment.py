@@ -277,3 +277,8 @@ def present_members(view: View, generation: Generation) -> list[NodeRecord]:
         if (joined := view.nodes.get(member.node)) is not None
         and joined.record.server == member.server
     ]
+
+
+def records_in(records: Iterable[NodeRecord], generation: Generation) -> list[NodeRecord]:
+    """Return the records that describe the node in this generation."""
+    return [record for record in records if record.generation == generation.generation]

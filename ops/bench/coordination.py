@@ -35,7 +35,8 @@ from traces import Shape, Simulation  # noqa: E402
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId  # noqa: E402
 from keepstep.elastic.agent.membership import Membership  # noqa: E402
 from keepstep.elastic.rendezvous.actions import Commit, Open  # noqa: E402
-from keepstep.elastic.rendezvous.decide import LeaderState, decide  # noqa: E402
+from keepstep.elastic.rendezvous.decide import decide  # noqa: E402
+from keepstep.elastic.rendezvous.decision import LeaderState  # noqa: E402
 from keepstep.elastic.rendezvous.placements import decode_commit, encode_commit  # noqa: E402
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy  # noqa: E402
 from keepstep.elastic.rendezvous.records import (  # noqa: E402

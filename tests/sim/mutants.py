@@ -19,9 +19,11 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import (
     checkpoint_schedule,
+    closing,
     commits,
     decide,
     invariants,
+    opening,
     publication,
     rank_assignment,
     transactions,
@@ -36,7 +38,7 @@ from keepstep.elastic.rendezvous.actions import (
     ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
-from keepstep.elastic.rendezvous.decide import Decision
+from keepstep.elastic.rendezvous.decision import Decision
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.records import (
@@ -74,36 +76,39 @@ def with_records(view: View, change: Callable[[NodeRecord], NodeRecord]) -> View
 
 
 def commits_what_is_only_sealed(patch: pytest.MonkeyPatch) -> None:
-    right = decide._commit
+    right = commits.commit_of
 
     def wrong(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
         return right(view, generation, [replace(r, protected=r.sealed) for r in present])
 
-    patch.setattr(decide, "_commit", wrong)
+    for user in (decide, opening):
+        patch.setattr(user, "commit_of", wrong)
 
 
 def commits_without_all_members(patch: pytest.MonkeyPatch) -> None:
-    right = decide._commit
+    right = commits.commit_of
 
     def wrong(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
         newest = max((s for r in present for s in r.protected), default=None)
         protected = () if newest is None else (newest,)
         return right(view, generation, [replace(r, protected=protected) for r in present])
 
-    patch.setattr(decide, "_commit", wrong)
+    for user in (decide, opening):
+        patch.setattr(user, "commit_of", wrong)
 
 
 def commits_an_older_generations_snapshot(patch: pytest.MonkeyPatch) -> None:
-    right = decide._commit
+    right = commits.commit_of
 
     def wrong(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
         return right(view, replace(generation, generation=generation.generation - 1), present)
 
-    patch.setattr(decide, "_commit", wrong)
+    for user in (decide, opening):
+        patch.setattr(user, "commit_of", wrong)
 
 
 def opens_before_all_have_drained(patch: pytest.MonkeyPatch) -> None:
-    right = decide._open_next_generation
+    right = opening.open_next_generation
 
     def wrong(policy: RendezvousPolicy, view: View, old: Generation, *rest: Any) -> Decision:
         def drained(record: NodeRecord) -> NodeRecord:
@@ -111,27 +116,28 @@ def opens_before_all_have_drained(patch: pytest.MonkeyPatch) -> None:
 
         return right(policy, with_records(view, drained), old, *rest)
 
-    patch.setattr(decide, "_open_next_generation", wrong)
+    patch.setattr(decide, "open_next_generation", wrong)
 
 
 def uses_a_generations_number_again(patch: pytest.MonkeyPatch) -> None:
-    right = decide._new_generation
+    right = opening._new_generation
 
     def wrong(
         policy: RendezvousPolicy, view: View, members: tuple[Member, ...], number: int, *rest: Any
     ) -> Generation:
         return right(policy, view, members, max(1, number - 1), *rest)
 
-    patch.setattr(decide, "_new_generation", wrong)
+    patch.setattr(opening, "_new_generation", wrong)
 
 
 def opens_with_more_than_the_most_nodes(patch: pytest.MonkeyPatch) -> None:
-    right = decide.assign_ranks
-    patch.setattr(
-        decide,
-        "assign_ranks",
-        lambda old, nodes, most, *rest: right(old, nodes, most + 1, *rest),
-    )
+    right = rank_assignment.assign_ranks
+    for user in (closing, opening):
+        patch.setattr(
+            user,
+            "assign_ranks",
+            lambda old, nodes, most, *rest: right(old, nodes, most + 1, *rest),
+        )
 
 
 def counts_on_parity_that_is_not_complete(patch: pytest.MonkeyPatch) -> None:
@@ -266,7 +272,7 @@ def counts_a_lease_from_the_answer(patch: pytest.MonkeyPatch) -> None:
 
 def waits_for_a_member_that_has_drained(patch: pytest.MonkeyPatch) -> None:
     """Keeps a generation open although a member has joined again, without workers."""
-    patch.setattr(decide, "_joined_again", lambda *_: None)
+    patch.setattr(closing, "_joined_again", lambda *_: None)
 
 
 def takes_the_lead_from_another(patch: pytest.MonkeyPatch) -> None:
@@ -415,18 +421,18 @@ def waits_for_a_holder_that_is_gone(patch: pytest.MonkeyPatch) -> None:
 
 def lets_members_leave_before_the_newest_step_is_stored(patch: pytest.MonkeyPatch) -> None:
     """Lets nodes go as soon as all have drained, as it did when all were preempted."""
-    right = decide._release
+    right = opening._release
 
     def wrong(view: View, old: Generation, present: Sequence[NodeRecord], _: Any) -> Any:
         return right(view, old, present, None)
 
-    patch.setattr(decide, "_release", wrong)
+    patch.setattr(opening, "_release", wrong)
     patch.setattr(checkpoint_schedule, "persist_before_leaving", lambda *_: None)
 
 
 def releases_members_that_drain(patch: pytest.MonkeyPatch) -> None:
     """Lets nodes go before the others have drained, whose newest step may need them."""
-    right = decide._open_next_generation
+    right = opening.open_next_generation
 
     def wrong(policy: RendezvousPolicy, view: View, old: Generation, *rest: Any) -> Decision:
         decision = right(policy, view, old, *rest)
@@ -435,7 +441,7 @@ def releases_members_that_drain(patch: pytest.MonkeyPatch) -> None:
             return replace(decision, action=ReleaseMembers(Release(old.generation)))
         return decision
 
-    patch.setattr(decide, "_open_next_generation", wrong)
+    patch.setattr(decide, "open_next_generation", wrong)
 
 
 def believes_reports_of_servers_that_died(patch: pytest.MonkeyPatch) -> None:
@@ -529,13 +535,13 @@ def seals_in_a_generation_that_is_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborts_before_all_are_fenced(patch: pytest.MonkeyPatch) -> None:
-    right = decide._order_abort
+    right = opening._order_abort
 
     def wrong(view: View, old: Generation, present: Sequence[NodeRecord]) -> OrderAbort | None:
         fenced = [replace(record, fenced=old.generation) for record in present]
         return right(view, old, fenced)
 
-    patch.setattr(decide, "_order_abort", wrong)
+    patch.setattr(opening, "_order_abort", wrong)
     patch.setattr(invariants, "_check_fenced", lambda view: None)
 
 
@@ -585,7 +591,7 @@ def frees_what_it_is_asked_to_store(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank_assignment, "newest_told", lambda *_: None)
-    patch.setattr(decide, "newest_told", lambda *_: None)
+    patch.setattr(opening, "newest_told", lambda *_: None)
     patch.setattr(invariants, "_told", lambda _: set())
 
 

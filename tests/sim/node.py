@@ -28,7 +28,7 @@ from keepstep.elastic.rendezvous import (
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.commits import Announcements
-from keepstep.elastic.rendezvous.decide import LeaderState
+from keepstep.elastic.rendezvous.decision import LeaderState
 from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,

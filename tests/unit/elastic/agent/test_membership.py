@@ -19,7 +19,7 @@ from keepstep.elastic.errors import (
     UsageError,
 )
 from keepstep.elastic.rendezvous.actions import Open, Publish
-from keepstep.elastic.rendezvous.decide import Decision, LeaderState
+from keepstep.elastic.rendezvous.decision import Decision, LeaderState
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result

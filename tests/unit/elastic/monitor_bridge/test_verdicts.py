@@ -15,7 +15,8 @@ from keepstep.elastic.monitor_bridge.verdicts import (
     published_verdicts,
 )
 from keepstep.elastic.rendezvous.actions import Close
-from keepstep.elastic.rendezvous.decide import LeaderState, decide
+from keepstep.elastic.rendezvous.decide import decide
+from keepstep.elastic.rendezvous.decision import LeaderState
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     Closing,

@@ -57,7 +57,8 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous import actions, transactions
-from keepstep.elastic.rendezvous.decide import LeaderState, decide, may_leave
+from keepstep.elastic.rendezvous.decide import decide, may_leave
+from keepstep.elastic.rendezvous.decision import LeaderState
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.invariants import check_action, check_transition
 from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss

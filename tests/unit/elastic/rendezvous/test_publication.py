@@ -8,7 +8,7 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.actions import CancelPersist, Close, Open, Publish
-from keepstep.elastic.rendezvous.decide import Decision, LeaderState
+from keepstep.elastic.rendezvous.decision import Decision, LeaderState
 from keepstep.elastic.rendezvous.publication import (
     OPENING_WAITS_S,
     Publication,

@@ -1,0 +1,141 @@
+"""Decides when a running generation closes, and whether spare nodes are let in. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from keepstep.elastic.rendezvous.actions import Close
+from keepstep.elastic.rendezvous.decision import Decision, LeaderState, wait
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
+from keepstep.elastic.rendezvous.rank_assignment import (
+    assign_ranks,
+    eligible,
+    rank_limits,
+    records_in,
+)
+from keepstep.elastic.rendezvous.records import Closing, Generation, NodePhase, NodeRecord
+from keepstep.elastic.rendezvous.view import View
+
+
+def reason_to_close(
+    policy: RendezvousPolicy,
+    view: View,
+    generation: Generation,
+    present: Sequence[NodeRecord],
+    wall_s: float,
+) -> Closing | None:
+    """Return why and how a running generation closes; None if it goes on.
+
+    Args:
+        policy: the job's limits.
+        view: what the coordinator holds.
+        generation: the one that runs.
+        present: the records of its members that are present.
+        wall_s: wall-clock seconds.
+    """
+    number = generation.generation
+    for member in generation.members if view.restarts else ():
+        for request in view.restarts_on(member.node):
+            # Before the failures that it causes on other nodes, which do not know the reason.
+            reason = (
+                f"evicted {member.node}: {view.evictions[member.node].reason}"
+                if member.node in view.evictions
+                else f"rank {request.rank} on {member.node} is restarted: {request.reason}"
+            )
+            return Closing(number, reason, True, wall_s)
+    failures = [record.failure for record in records_in(present, generation) if record.failure]
+    causes = [failure for failure in failures if failure.kind.is_cause]
+    here = {record.node for record in present}
+    lost = [member.node for member in generation.members if member.node not in here]
+    if lost and not causes:
+        # What is lost explains the collectives that broke.
+        since_s = min((failure.at_s for failure in failures), default=wall_s)
+        return Closing(number, f"lost {', '.join(lost)}", True, since_s)
+    if failures:
+        first = min(causes or failures, key=lambda failure: failure.at_s)
+        return Closing(
+            number,
+            first.message.partition("\n")[0],
+            True,
+            min(failure.at_s for failure in failures),
+        )
+    again = _joined_again(generation, present)
+    if again is not None:
+        return Closing(number, f"{again} lost its lease and joined again", True, wall_s)
+    for record in present:
+        if record.node in view.evictions:
+            return Closing(
+                number,
+                f"evicted {record.node}: {view.evictions[record.node].reason}",
+                False,
+                wall_s,
+            )
+        if record.leaving:
+            return Closing(number, f"{record.node} leaves", False, wall_s)
+    if any(record.phase is not NodePhase.RUNNING for record in present):
+        # Its ranks may have been chosen before any worker knew the mesh.
+        limits = rank_limits(view)
+        if not limits.allow(generation.world_size):
+            ranks = f"{generation.world_size} ranks; it needs {limits.describe()}"
+            return Closing(number, f"the mesh does not fit {ranks}", False, wall_s)
+    if _is_finishing(present):
+        return None
+    has_state = generation.resume is None or (
+        view.snapshot is not None and view.snapshot.snapshot.generation == number
+    )
+    # Until its own first snapshot is committed, closing would leave it where it began.
+    if view.pause is not None and has_state:
+        return Closing(number, f"paused: {view.pause.reason}", False, wall_s, pauses=True)
+    if len(generation.members) > policy.max_nodes:
+        plural = "s" if policy.max_nodes != 1 else ""
+        reason = f"scaled to at most {policy.max_nodes} node{plural}"
+        return Closing(number, reason, False, wall_s)
+    return None
+
+
+def admit_spares(
+    policy: RendezvousPolicy,
+    view: View,
+    generation: Generation,
+    present: Sequence[NodeRecord],
+    leader_state: LeaderState,
+    now_s: float,
+    wall_s: float,
+) -> Decision:
+    """Close a running generation to let spare nodes in if there is room, after a last call."""
+    now = {member.node for member in generation.members}
+    nodes = eligible(view)
+    then = assign_ranks(
+        generation.members, nodes, policy.max_nodes, rank_limits(view), generation.losses
+    )
+    has_room = sum(member.nproc for member in then) > generation.world_size
+    joining = [member.node for member in then if member.node not in now] if has_room else []
+    room = policy.max_nodes - len(generation.members)
+    settled = all(
+        r.phase is NodePhase.RUNNING and r.generation == generation.generation for r in present
+    )
+    if not joining or not settled or _is_finishing(present):
+        return Decision(LeaderState())
+    if len(joining) < room:
+        leader_state, until_s = wait(
+            leader_state, f"last call after {len(joining)} spares", now_s, policy.last_call_s
+        )
+        if now_s < until_s:
+            return Decision(
+                leader_state, again_at_s=until_s, message=f"{len(joining)} nodes join soon"
+            )
+    names = ", ".join(joining)
+    return Decision(
+        LeaderState(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
+    )
+
+
+def _is_finishing(present: Iterable[NodeRecord]) -> bool:
+    """Whether a node has done its last step, so that no other generation is worth its while."""
+    return any(record.finishing or record.phase is NodePhase.DONE for record in present)
+
+
+def _joined_again(generation: Generation, present: Sequence[NodeRecord]) -> str | None:
+    """Return a member whose workers have stopped although the generation is open."""
+    drained = (r.node for r in records_in(present, generation) if r.phase is NodePhase.DRAINED)
+    return next(drained, None)

@@ -1,0 +1,51 @@
+"""A leader's decision, and what it keeps until the next one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepstep.elastic.rendezvous.actions import Action
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderState:
+    """A leader's state between two decisions: what it waits for, and since when."""
+
+    waiting_for: str = ""
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A leader's decision.
+
+    Attributes:
+        leader_state: to be passed to the next decision.
+        action: what to do now, if anything.
+        again_at_s: when to decide again even if nothing changes, in monotonic seconds.
+        message: what the leader waits for, in words.
+    """
+
+    leader_state: LeaderState
+    action: Action | None = None
+    again_at_s: float | None = None
+    message: str = ""
+
+
+def wait(
+    leader_state: LeaderState, for_what: str, now_s: float, at_most_s: float
+) -> tuple[LeaderState, float]:
+    """Start or continue waiting for something.
+
+    Args:
+        leader_state: as the last decision left it.
+        for_what: names what is waited for; another name begins anew.
+        now_s: monotonic seconds.
+        at_most_s: how long to wait.
+
+    Returns:
+        The leader's new state, and until when it waits, in monotonic seconds.
+    """
+    if leader_state.waiting_for != for_what:
+        leader_state = LeaderState(for_what, now_s)
+    return leader_state, leader_state.since_s + at_most_s
