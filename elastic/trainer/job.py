@@ -1,9 +1,7 @@
 """Runs a training loop under keepstep: the `Job` that `join` returns.
 
-Every generation, the first one and one after a failure, is entered in the same way: receive the
-assignment, enter the process group, call the user's `build`, restore the state from the source in
-the generation document, continue at that step. When a generation ends, the worker drops its live
-state; only sealed snapshots are used again.
+Its process groups and training state are those of one generation (`generation_state`): the job has
+them entered, computes steps, and has them dropped when the generation ends.
 
 A peer's failure appears as an exception of a collective inside `Job.step` or `Job.guard`. Their
 exit then leaves the generation, waits for the next one and enters it. The batch iterator, which
@@ -12,11 +10,7 @@ also belongs to the job, yields the batch of the restored position next.
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
-import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -24,42 +18,31 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep import monitor
-from keepstep.checkpoint.collective import all_gather_json
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
-from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Dataset, Source, Stream
 from keepstep.elastic.data.position import Position
-from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
+from keepstep.elastic.errors import ReplicasDiverged, UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
-from keepstep.elastic.trainer.failed_frames import forget_locals
+from keepstep.elastic.trainer.generation_state import GenerationState
 from keepstep.elastic.trainer.guard import Guard
-from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
-from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
-from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.trainer.step import Step, StepUndone
-from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
-    Broken,
-    Drained,
     Finishing,
-    Ready,
     ReplicasCompared,
-    Restored,
     SnapshotIntervalChosen,
     Stepped,
 )
@@ -71,8 +54,6 @@ log = logging.getLogger("keepstep")
 T = TypeVar("T")
 _END_OF_DATA = object()
 _NO_CALLBACKS = Callbacks()
-_JUDGE = "keepstep.bad_steps"
-"""What the judge of steps is called among the extra objects of the state."""
 
 
 class Job:
@@ -96,32 +77,33 @@ class Job:
     ) -> None:
         self._session = session
         self._events = EventReporter(callbacks, checkpoint)
-        self._build = build
         self._mesh = mesh
         self._checkpoint = checkpoint
-        self._start_from = start_from
-        self._snapshot_every = snapshot_every
         self._seed = seed
         self._position = Position()
         self._passes = Passes()
-        self._groups = groups
-        self._world: World | None = None
-        self._snapshot_manager: SnapshotManager | None = None
         self._replicas = ReplicaCheck(compare_replicas_every, on_divergence)
         self._judge = StepJudge(on_bad_step) if on_bad_step is not None else None
+        self._state = GenerationState(
+            session=session,
+            groups=groups,
+            build=build,
+            checkpoint=checkpoint,
+            start_from=start_from,
+            snapshot_every=snapshot_every,
+            seed=seed,
+            passes=self._passes,
+            replicas=self._replicas,
+            judge=self._judge,
+        )
         self._rejected: RejectedStep | None = None
-        self._initial_extra = InitialExtra()
         self._batch_generation: int | None = None
-        self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
-        self._copies_synchronously = False
         self._reported_first_step = False
         self._marked_step = 0
         self._loss_scale = 1.0
-        self._source = ""
-        self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
-        self._session.on_abort(self._groups.abort, awaits_order=self._groups.awaits_abort_order)
+        self._state.watch_aborts()
         self._enter(newer_than=0)
         return self
 
@@ -135,39 +117,27 @@ class Job:
         # this worker reports the cause.
         if error is None:
             self._finish()
-            try:
-                # A peer may still need what this rank's device computes.
-                self._groups.finish()
-            except RuntimeError as lost:
-                log.warning("a peer was lost at the end of the job: %s", lost)
-            self._session.on_abort(None, awaits_order=False)
-            self._drop_state()
-            try:
-                self._groups.leave()
-            except ProcessUnusable as unusable:
-                # No other generation follows, and the state is safe.
-                log.warning("%s; the job is done all the same", unusable)
+            self._state.close()
 
     @property
     def world(self) -> World:
         """The ranks, mesh and device of the current generation."""
-        assert self._world is not None, "enter the job with `with`"
-        return self._world
+        return self._state.world
 
     @property
     def model(self) -> nn.Module:
         """The model of the current generation: a new object after every change of membership."""
-        return self._entered_snapshots.training.model
+        return self._state.snapshots.training.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of the current generation, the first if there are several."""
-        return self._entered_snapshots.training.optimizers[0]
+        return self._state.snapshots.training.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers of the current generation."""
-        return self._entered_snapshots.training.optimizers
+        return self._state.snapshots.training.optimizers
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -177,17 +147,12 @@ class Job:
     @property
     def schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, one for each optimizer; empty if `build` returned none."""
-        return self._entered_snapshots.training.schedulers
+        return self._state.snapshots.training.schedulers
 
     @property
     def steps(self) -> int:
         """Number of optimizer steps completed since training began."""
         return self._position.step
-
-    @property
-    def _entered_snapshots(self) -> SnapshotManager:
-        assert self._snapshot_manager is not None, "enter the job with `with`"
-        return self._snapshot_manager
 
     def batches(
         self,
@@ -278,7 +243,7 @@ class Job:
                 self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
                 self._batch_generation = generation
                 yield batch
-                if self.world.generation == generation and self._entered_snapshots.is_ending:
+                if self.world.generation == generation and self._state.snapshots.is_ending:
                     # Not at the end of the step: the loop's code after it uses that step's world.
                     self._recover(None)
                 if self.world.generation != generation:
@@ -328,7 +293,7 @@ class Job:
             )
         self._mark_step()
         self._rejected = None
-        self._entered_snapshots.begin_step(stops=self._passes.is_stop_requested(self._position))
+        self._state.snapshots.begin_step(stops=self._passes.is_stop_requested(self._position))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -378,7 +343,7 @@ class Job:
         if not self._reported_first_step:
             self._reported_first_step = True
             self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
-        snapshots = self._entered_snapshots
+        snapshots = self._state.snapshots
         takes_snapshot = snapshots.complete_step(self._position)
         if snapshots.is_stopping:
             self._position = self._passes.stop(self._position)
@@ -389,7 +354,7 @@ class Job:
             return
         if takes_snapshot:
             snapshots.take_agreed(self._position)
-        interval_change = self._snapshot_interval.notable_change()
+        interval_change = self._state.snapshot_interval.notable_change()
         if interval_change is not None:
             every, cost_s = interval_change
             self._session.report(
@@ -461,7 +426,9 @@ class Job:
                 self._wait_for_other_ranks(assignment)
                 continue
             try:
-                self._enter_generation(assignment, sizes)
+                self._reported_first_step = False
+                self._marked_step = 0
+                self._position = self._state.enter(assignment, sizes)
             except Exception as error:
                 # A node that holds the state may be lost while the state is restored from it; and
                 # an abort leaves PyTorch's process groups in a state in which any call may fail.
@@ -470,7 +437,7 @@ class Job:
                     is_elsewhere or is_peer_failure(error) or self._session.is_closing(newer_than)
                 ):
                     raise
-                self._end_generation(newer_than, error)
+                self._state.end(newer_than, self._position, error)
             else:
                 self._report_entry(assignment)
                 return
@@ -485,7 +452,7 @@ class Job:
             assignment.world_size,
         )
         self._session.wait_for_closing(assignment.generation)
-        self._end_generation(assignment.generation, None)
+        self._state.end(assignment.generation, self._position, None)
 
     def _report_entry(self, assignment: Assignment) -> None:
         entered = GenerationEntered(
@@ -493,87 +460,13 @@ class Job:
             rank=assignment.rank,
             world_size=assignment.world_size,
             step=self.steps,
-            source=self._source,
+            source=self._state.source,
         )
         self._events.enter(entered, time.monotonic())
         for rejected in self._judge.take_untold() if self._judge is not None else ():
             if assignment.rank == 0:
                 log.warning("%s", rejected)
             self._events.reject(rejected)
-
-    def _enter_generation(self, assignment: Assignment, mesh: Mapping[str, int]) -> None:
-        # The same names as before: only new ones would move what other threads may be reading.
-        os.environ.update(assignment.environment())
-        self._reported_first_step = False
-        self._marked_step = 0
-        telemetry.reopen(assignment)
-        self._world = self._groups.enter(assignment, mesh)
-        self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))
-        torch.manual_seed(self._seed)
-        random.seed(self._seed)
-        numpy_generator.seed(self._seed)
-        self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
-        state = self._build(self._world)
-        self._release = state.release
-        self._initial_extra.note(state.extra)
-        own_extra = state.extra
-        if self._judge is not None:
-            for told in all_gather_json(self._judge.to_json()):
-                self._judge.learn(StepJudge.from_json(told))
-            state = replace(state, extra={**state.extra, _JUDGE: self._judge})
-        self._snapshot_manager = SnapshotManager(
-            state,
-            self._world.device,
-            assignment,
-            self._checkpoint,
-            self._session.is_committed,
-            partial(self._session.is_closing, assignment.generation),
-            partial(self._may_seal, assignment.generation),
-            self._snapshot_interval,
-            self._passes.stream_position,
-            data_share=(self._world.data_rank, self._world.data_size),
-            start_from=self._start_from,
-            copies_synchronously=self._copies_synchronously,
-            is_stage=self._world.has_stages,
-        )
-        self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
-        resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
-        self._position = resumed.position
-        self._passes.resume(self._position)
-        if resumed.begins:
-            self._initial_extra.restore(own_extra)
-        if self._judge is not None:
-            self._judge.resume(self.steps)
-        if resumed.loaded is not None:
-            self._session.roll_back(assignment.generation, self.steps)
-        self._source = resumed.source
-        self._session.progress(assignment.generation, self.steps)
-        self._session.report(
-            Restored(
-                generation=assignment.generation,
-                at_s=wall_clock_s(),
-                source=resumed.source,
-                step=self.steps,
-                loaded=resumed.loaded if assignment.rank == 0 else None,
-            )
-        )
-        if self.steps > 0:
-            # Protect the state in the new groups at once: until then it depends on what is left of
-            # the old groups, and may not survive another loss.
-            self._snapshot_manager.snapshot(self._position)
-        if not resumed.begins:
-            # One that begins has no optimizer slots yet, of which ranks may have different ones.
-            self._replicas.learn_layouts()
-
-    def _newest_step(self, assignment: Assignment) -> int | None:
-        """Return the newest step to go on from, if a step was rejected after an older one."""
-        if self._judge is None or assignment.resume is None:
-            return None
-        return self._judge.newest_step(assignment.resume.snapshot.generation)
-
-    def _may_seal(self, generation: int) -> bool:
-        """Whether a copy that is complete is what training computed, and not an abort's garbage."""
-        return not (self._groups.awaits_abort_order and self._session.is_aborting(generation))
 
     def _recover(self, error: BaseException | None, final: Position | None = None) -> None:
         """Leave the current generation and enter the next one.
@@ -584,7 +477,7 @@ class Job:
         """
         generation = self.world.generation
         self._events.leave(self.steps, time.monotonic())
-        self._end_generation(generation, error)
+        self._state.end(generation, self._position, error)
         self._enter(generation, final)
 
     def _recover_in_guard(self, error: BaseException) -> bool:
@@ -598,74 +491,6 @@ class Job:
         if self._passes.was_left_early(before) or (was_over and self._position != before):
             self._restart_script("the last steps must be computed again")
         return True
-
-    def _end_generation(self, generation: int, error: BaseException | None) -> None:
-        """Seal a last snapshot if possible, drop the live state, and report "drained" to the agent.
-
-        After "drained" this worker writes nothing more in this generation. If it ends by an error,
-        inside a step, then the state may be half that of the next step, and is not sealed.
-        """
-        if error is None:
-            try:
-                self._end_in_good_order(generation)
-            except (RuntimeError, SnapshotUnavailable) as broken:
-                # Something broke while the generation closed in good order: a collective, or what
-                # was still being copied is refused because all are fenced.
-                error = broken
-        if error is not None:
-            awaits_order = self._groups.awaits_abort_order
-            # Where it closes in good order, only this makes the agent drain by abort.
-            is_awaited = awaits_order and not self._session.is_aborting(generation)
-            if is_awaited or not self._session.is_closing(generation):
-                cause = str(error).partition("\n")[0] or type(error).__name__
-                self._session.report(Broken(generation=generation, error=cause))
-        if self._groups.awaits_abort_order and (
-            error is not None or self._session.is_aborting(generation)
-        ):
-            self._session.wait_for_abort_order(generation)
-        if error is not None:
-            forget_locals(error)
-        self._leave()
-        self._session.report(Drained(generation=generation))
-
-    def _end_in_good_order(self, generation: int) -> None:
-        """Seal the last snapshot, and wait until the peers have computed theirs."""
-        if self._snapshot_manager is None or self._session.is_aborting(generation):
-            return
-        self._snapshot_manager.seal_before_closing(
-            self._position,
-            lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
-        )
-        self._groups.finish()
-
-    def _leave(self) -> None:
-        """Drop the live state and leave the process groups; the process ends if it cannot."""
-        self._drop_state()
-        try:
-            self._groups.leave()
-        except ProcessUnusable as unusable:
-            self._session.end_to_be_replaced(str(unusable), is_fault=unusable.is_fault)
-
-    def _drop_state(self) -> None:
-        """Begin to abort the process groups, and drop all that holds them.
-
-        The abort begins first: it wakes the peers that wait for this rank, and frees what waits
-        here. It may wait in turn for CUDA graphs that are dropped here.
-        """
-        self._groups.abort()
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-        if self._snapshot_manager is not None:
-            self._copies_synchronously = self._snapshot_manager.copies_synchronously
-            self._snapshot_manager.close()
-        self._snapshot_manager = None
-        self._replicas.leave()
-        if "torch._dynamo" in sys.modules:
-            # What was compiled belongs to models and process groups that are gone, and finds the
-            # new groups by the names of the old ones.
-            torch._dynamo.reset()
-        gc.collect()
 
     def _finish(self) -> None:
         """Wait until the last step is committed, and stored if `checkpoint` is given."""
@@ -687,7 +512,7 @@ class Job:
                 error = broken
             if error is not None:
                 generation = self._recover_to(final, error)
-            while not self._entered_snapshots.commit_final_snapshot(
+            while not self._state.snapshots.commit_final_snapshot(
                 final, partial(self._session.wait_for_commit, generation=generation)
             ):
                 generation = self._recover_to(final)

@@ -25,6 +25,7 @@ from torch import nn
 import keepstep
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.elastic.trainer import join as join_module
+from keepstep.elastic.trainer.generation_state import GenerationState
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.worker.messages import Assignment, Joined
@@ -93,7 +94,7 @@ if not options.get("fence", True):
         self, abort, awaits_order=False
     )
     Session.wait_for_abort_order = lambda *_: None  # type: ignore[method-assign, assignment]
-    Job._may_seal = lambda *_: True  # type: ignore[method-assign, assignment]
+    GenerationState._may_seal = lambda *_: True  # type: ignore[method-assign, assignment]
     join_module.Joined = lambda **fields: Joined(  # type: ignore[misc, assignment]
         **{**fields, "awaits_abort_order": False}
     )
@@ -114,7 +115,7 @@ def build(world: keepstep.World) -> keepstep.State:
 
 def will_be_snapshotted(job: Job) -> bool:
     """Whether the ranks have agreed on a snapshot of the step under way."""
-    snapshots = job._entered_snapshots
+    snapshots = job._state.snapshots
     if snapshots._pending_agreement is None:
         return False
     agreement = snapshots._finish_agreement()

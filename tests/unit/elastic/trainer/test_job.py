@@ -195,19 +195,19 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that begins has no optimizer slots yet, of which ranks may have different ones."""
-    running.job._copies_synchronously = True
-    learned_at: list[int] = []
+    running.job._state._copies_synchronously = True
+    learned_in: list[int] = []
     monkeypatch.setattr(
-        ReplicaCheck, "learn_layouts", lambda _: learned_at.append(running.job.steps)
+        ReplicaCheck, "learn_layouts", lambda _: learned_in.append(running.job.world.generation)
     )
     with running.job as job:
-        assert learned_at == []
+        assert learned_in == []
         assert running.step().completed
         monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
         assert not running.step(aborts=True).completed
-        assert (job.world.generation, learned_at) == (2, [1])
+        assert (job.world.generation, learned_in) == (2, [2])
         assert running.step().completed
-        assert learned_at == [1]
+        assert learned_in == [2]
 
 
 def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
@@ -216,7 +216,7 @@ def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
     """What it shows is compared with the steps of snapshots and checkpoints."""
     marked: list[int] = []
     monkeypatch.setattr(keepstep.monitor, "begin_step", marked.append)
-    running.job._copies_synchronously = True
+    running.job._state._copies_synchronously = True
     with running.job:
         assert running.step().completed
         monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
@@ -230,7 +230,7 @@ def test_copy_that_training_waits_for_and_that_is_refused_ends_the_generation(
     running: Running,
 ) -> None:
     """All are fenced: nobody seals what collectives have left that may have been aborted."""
-    running.job._copies_synchronously = True
+    running.job._state._copies_synchronously = True
     with running.job as job:
         assert running.step().completed
         sealed = [SnapshotId(1, 1)]
@@ -250,7 +250,7 @@ def test_copy_that_training_waits_for_and_that_is_refused_ends_the_generation(
 def test_copy_that_is_complete_when_its_generation_is_aborted_is_not_sealed(
     running: Running,
 ) -> None:
-    running.job._copies_synchronously = True
+    running.job._state._copies_synchronously = True
     with running.job as job:
         assert not running.step(aborts=True).completed
         assert running.server.sealed == []
@@ -267,7 +267,7 @@ def test_what_was_compiled_is_compiled_anew_in_the_next_generation(running: Runn
         return graph.forward
 
     doubled = torch.compile(lambda value: 2 * value, backend=back_end)
-    running.job._copies_synchronously = True
+    running.job._state._copies_synchronously = True
     with running.job as job:
         for _ in range(2):
             doubled(torch.ones(1))
@@ -281,7 +281,7 @@ def test_what_was_compiled_is_compiled_anew_in_the_next_generation(running: Runn
 def test_refused_copy_of_a_generation_that_goes_on_is_an_error_of_the_job(
     running: Running,
 ) -> None:
-    running.job._copies_synchronously = True
+    running.job._state._copies_synchronously = True
     with pytest.raises(SnapshotUnavailable, match="memory is short"), running.job:
         running.step(refusal="memory is short")
 
@@ -337,7 +337,7 @@ def test_rank_whose_groups_do_not_abort_between_generations_asks_to_be_replaced(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_to_abort(monkeypatch)
-    running.job._copies_synchronously = True
+    running.job._state._copies_synchronously = True
     with pytest.raises(Replaced) as raised, running.job:
         running.step(refusal="generation 1 is fenced", aborts=True)
     assert raised.value.args == ("1 of 1 process groups did not abort", False)
@@ -420,7 +420,7 @@ def test_job_that_begins_once_more_has_its_extra_objects_as_they_were(running: R
         extra = {"kept": kept, "best": best, "sums": sums, "made": made[-1]}
         return replace(build(world), extra=extra)
 
-    running.job._build = build_with_extra
+    running.job._state._build = build_with_extra
     with running.job as job:
         with job.guard():
             kept.state["count"], best.state["count"], made[0].state["count"] = 5.0, 0.5, 7.0
@@ -444,7 +444,7 @@ def test_roll_back_that_cannot_reach_storage_goes_on_from_memory(
 
     monkeypatch.setattr(snapshot_manager, "agreed_steps", fail)
     with running.job as job:
-        snapshots = job._entered_snapshots
+        snapshots = job._state.snapshots
         snapshots._checkpoint = "/away"
         assert snapshots._roll_back(3, seed=0) is None
     assert caplog.messages[0] == "the storage is away"
@@ -577,7 +577,7 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
         for _ in job.batches(stream, 4, steps=4):
             assert running.step().completed
             if job.steps == 3 and in_good_order:
-                job._entered_snapshots.is_ending = True
+                job._state.snapshots.is_ending = True
             elif job.steps == 3:
                 with job.guard():
                     raise PEER_LOST
