@@ -101,8 +101,13 @@ class RestoreCheck:
             return
         try:
             checked = self._compare_at_last(restored, sealed, stop)
-        except SnapshotUnavailable:  # Discarded meanwhile, or its generation is over.
-            return
+        except SnapshotUnavailable as error:
+            if stop.is_set() or not self._memory.held_ranks(sealed):
+                return  # Its generation is over, or it was discarded meanwhile.
+            log.error("what was restored of step %d cannot be compared: %s", sealed.step, error)
+            checked = RestoreChecked(
+                snapshot=sealed, nbytes=0, differing=("an index of a shard",), is_wrong=True
+            )
         finally:
             self._memory.unpin(restored)
         if checked is None or stop.is_set():

@@ -266,3 +266,19 @@ def test_comparison_that_fails_is_done_again(
     assert caplog.messages == [
         "what was restored of step 7 is not checked yet, trying again: RuntimeError('no thread')"
     ]
+
+
+@pytest.mark.parametrize("damaged", [OLD, NEW])
+def test_snapshot_whose_index_is_damaged_is_wrong(
+    node: Node, damaged: SnapshotId, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was passed over, and no later step would have been committed."""
+    node.seal(OLD, 0, VALUES, 0, "model/w")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    node.seal(NEW, 0, VALUES, 0, "model/w")
+    node.memory.index_range(damaged, 0).view[0] ^= 1
+    assert node.outcome().is_wrong
+    assert node.passed.empty()
+    (message,) = caplog.messages
+    assert message.startswith("what was restored of step 7 cannot be compared: ")
