@@ -8,6 +8,9 @@ A worker leaves its ring behind however it ends, so that it can be read then. A 
 same rank replaces it by a rename, so that readers of the old ring keep its content. The node's
 monitor removes rings that are not replaced some time after the process has died (`Sweeper`).
 Without a monitor they remain until the node restarts: 1.5 MiB for each rank of each job's name.
+
+A process that is killed while it creates a ring, or removes one, leaves it under a name that begins
+with a dot; it is removed in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from pathlib import Path
 
 from keepstep.monitor.errors import RingUnreadable, RingUnwritable
 from keepstep.monitor.records import Ending
-from keepstep.monitor.telemetry.ring import Ring, RingSizes, WorkerIdentity
+from keepstep.monitor.telemetry.ring import Ring, RingSizes, WorkerIdentity, process_started
 from keepstep.monitor.telemetry.ring_reader import RingReader
 
 _log = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "KEEPSTEP_MONITOR_DIR"
 _RING_NAME = re.compile(r"rank-\d{5,}\.ring")
+_UNFINISHED_NAME = re.compile(r"\.rank-\d{5,}\.(?P<process>\d+)-(?P<started>\d+)\.\d+")
+_REMOVED_NAME = re.compile(r"\.removed-rank-\d{5,}\.ring\.\d+")
 
 
 def base_directory() -> Path:
@@ -90,9 +95,9 @@ def create_ring(identity: WorkerIdentity, sizes: RingSizes | None = None) -> Rin
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_foreign(place)
         path = directory / f"rank-{identity.rank:05d}.ring"
-        # The name contains the time too: a process killed at this point leaves the file behind, and
-        # a later process with the same id could not create it.
-        unfinished = directory / f".rank-{identity.rank:05d}.{os.getpid()}.{time.monotonic_ns()}"
+        # Killed at this point, the process leaves the file behind; a sweep finds out whose it is.
+        process = f"{os.getpid()}-{process_started(os.getpid()) or 0}"
+        unfinished = directory / f".rank-{identity.rank:05d}.{process}.{time.monotonic_ns()}"
         ring = Ring.create(unfinished, identity, sizes)
         _warn_if_in_use(path, identity)
         os.rename(unfinished, path)
@@ -147,6 +152,8 @@ def _foreign_reason(directory: Path) -> str | None:
 class Sweeper:
     """Removes rings of dead processes after a time, and a job's directory with its last ring.
 
+    What a process left unfinished is removed as its ring would be.
+
     Args:
         keep_s: how long the ring is kept after its process was first found dead: long enough for a
             verdict, and for a person to look at it.
@@ -165,13 +172,10 @@ class Sweeper:
         dead: dict[tuple[Path, int], float] = {}
         for directory in directories:
             try:
-                paths = ring_paths(directory)
+                found = _dead_files(directory)
             except RingUnreadable:
                 continue
-            for path in paths:
-                inode = _dead_ring(path)
-                if inode is None:
-                    continue
+            for path, inode in found:
                 since = self._dead_since.get((path, inode), now_s)
                 if now_s - since < self._keep_s:
                     dead[path, inode] = since
@@ -184,6 +188,34 @@ class Sweeper:
                     pass  # Other rings are in it.
         self._dead_since = dead
         return removed
+
+
+def _dead_files(directory: Path) -> list[tuple[Path, int]]:
+    """Return the rings of dead processes, and what these left unfinished, with their inodes.
+
+    Raises:
+        RingUnreadable: as `ring_paths` does.
+    """
+    found = [(path, _dead_ring(path)) for path in ring_paths(directory)]
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    for path in (directory / name for name in sorted(names)):
+        if unfinished := _UNFINISHED_NAME.fullmatch(path.name):
+            started = process_started(int(unfinished["process"])) or 0
+            if started != int(unfinished["started"]):
+                found.append((path, _inode(path)))
+        elif _REMOVED_NAME.fullmatch(path.name):
+            found.append((path, _dead_ring(path)))
+    return [(path, inode) for path, inode in found if inode is not None]
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _dead_ring(path: Path) -> int | None:
@@ -200,6 +232,9 @@ def _dead_ring(path: Path) -> int | None:
 
 def _remove(path: Path, inode: int) -> bool:
     """Remove the ring with this inode, but not one that a new worker has replaced it by."""
+    if not _RING_NAME.fullmatch(path.name):
+        path.unlink(missing_ok=True)  # Its name is never used again.
+        return True
     aside = path.with_name(f".removed-{path.name}.{os.getpid()}")
     try:
         os.rename(path, aside)

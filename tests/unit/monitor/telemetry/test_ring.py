@@ -712,6 +712,49 @@ def test_directory_is_removed_with_its_last_ring() -> None:
     assert sweeper.sweep([path.parent], 2.0) == []
 
 
+def test_ring_that_a_killed_process_left_unfinished_is_removed(ring: Ring) -> None:
+    code = (
+        "import os, signal\n"
+        "from keepstep.monitor.telemetry.ring import WorkerIdentity\n"
+        "from keepstep.monitor.telemetry.ring_files import create_ring\n"
+        "os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "create_ring(WorkerIdentity('job', 0, 'a'))\n"
+    )
+    directory = ring.path.parent
+    before = set(directory.iterdir())
+    child = subprocess.Popen([sys.executable, "-c", code])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    (unfinished,) = set(directory.iterdir()) - before
+    sweeper = Sweeper(keep_s=60.0)
+    assert sweeper.sweep([directory], 0.0) == []
+    assert sweeper.sweep([directory], 60.0) == [unfinished]
+    assert set(directory.iterdir()) == before
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_ring_that_is_being_created_is_kept(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def sweep_first(source: Path, target: Path) -> None:
+        Sweeper(keep_s=0.0).sweep([ring.path.parent], 1.0)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", sweep_first)
+    made = create_ring(WorkerIdentity("job", 0, "node-a"), SMALL)
+    assert made.path in ring_paths(ring.path.parent)
+    made.close()
+
+
+def test_ring_that_a_killed_monitor_left_half_removed_is_removed(ring: Ring) -> None:
+    path = dead_ring(0)
+    aside = path.with_name(f".removed-{path.name}.4711")
+    path.rename(aside)
+    living = aside.with_name(f".removed-{ring.path.name}.4711")
+    os.link(ring.path, living)
+    assert Sweeper(keep_s=0.0).sweep([path.parent], 1.0) == [aside]
+    assert living.exists()
+
+
 def test_daemon_removes_rings_of_processes_that_died_long_ago(ring: Ring) -> None:
     path = dead_ring(0)
     kept = RingSource(ring.path.parent)
