@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from keepstep.elastic.agent.view_reader import ViewReader
-from keepstep.elastic.rendezvous.view import Keys
-from keepstep.elastic.store.contract import Put
+from keepstep.elastic.rendezvous.view import Keys, View
+from keepstep.elastic.store.contract import Listing, Put
 from keepstep.elastic.store.memory import MemoryStore
 
 
@@ -40,3 +40,21 @@ def test_node_knows_whether_others_are_present(other: str) -> None:
         assert await reader.has_others()
 
     asyncio.run(scenario())
+
+
+def test_node_that_joins_reads_one_other_node_of_however_many() -> None:
+    class Recording(MemoryStore):
+        async def read(self, prefix: str, limit: int = 0) -> Listing:
+            listing = await super().read(prefix, limit)
+            nodes.append(sum(item.key.startswith(Keys("job").node()) for item in listing.items))
+            return listing
+
+    async def scenario() -> None:
+        store, keys = Recording(), Keys("job")
+        for number in range(9):
+            await store.commit((), (Put(keys.node(f"node-{number}"), b"another"),))
+        await ViewReader(store, keys, "own").before_joining(View())
+
+    nodes: list[int] = []
+    asyncio.run(scenario())
+    assert sum(nodes) == 1
