@@ -54,6 +54,7 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "decide": ("elastic/rendezvous/decide.py", _RENDEZVOUS),
     "closing": ("elastic/rendezvous/closing.py", _RENDEZVOUS),
     "opening": ("elastic/rendezvous/opening.py", _RENDEZVOUS),
+    "commits": ("elastic/rendezvous/commits.py", _RENDEZVOUS),
     "storing": ("elastic/rendezvous/checkpoint_schedule.py", _RENDEZVOUS),
     "transactions": ("elastic/rendezvous/transactions.py", _RENDEZVOUS),
     "placements": ("elastic/rendezvous/placements.py", _RENDEZVOUS),

@@ -506,7 +506,8 @@ class RestoreChecked(Message, frozen=True, kw_only=True):
         snapshot: the one that they have sealed.
         nbytes: how much of it was compared: what the node holds of the older snapshot.
         differing: tensors that differ, the first few.
-        is_wrong: the model, an optimizer or a generator differs; the snapshot is not protected.
+        is_wrong: the model, an optimizer or a generator differs, or what was sealed cannot be read;
+            the snapshot is forgotten.
     """
 
     snapshot: SnapshotId

@@ -138,7 +138,11 @@ class AgentCommands:
                 self._memory.discard(sealed.snapshot)
 
     def _holdings(self) -> NodeHoldings:
-        sealed = self._memory.sealed()
+        sealed = tuple(
+            held
+            for held in self._memory.sealed()
+            if not self._restore_check.is_unchecked(held.snapshot)
+        )
         return NodeHoldings(
             sealed=sealed,
             protected=tuple(

@@ -57,10 +57,18 @@ class RestoreCheck:
     ) -> None:
         self._memory = memory
         self._on_checked = on_checked
+        self._unchecked: frozenset[SnapshotId] = frozenset()
         self._stop_requested = threading.Event()
         self._checking = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-restored", initializer=yield_to_training
         )
+
+    def is_unchecked(self, snapshot: SnapshotId) -> bool:
+        """Whether a sealed snapshot may be wrongly restored: nobody may resume from it.
+
+        It stays so if the comparison is given up. The snapshot that it was restored from is held.
+        """
+        return snapshot in self._unchecked
 
     def check_first(self, snapshot: SnapshotId, then: Callable[[SnapshotId], None]) -> None:
         """Call `then` with a sealed snapshot, once it is known not to be wrongly restored.
@@ -68,7 +76,8 @@ class RestoreCheck:
         Args:
             snapshot: what all of the node's ranks have sealed.
             then: called at once if they have not just restored; otherwise on another thread, and
-                not at all if the bytes differ.
+                not at all if the bytes differ: the snapshot is forgotten then, so that nobody
+                resumes from it.
         """
         restored = self._memory.committed
         held = self._memory.held_ranks(restored)
@@ -76,6 +85,7 @@ class RestoreCheck:
             then(snapshot)
             return
         self._stop_requested = threading.Event()
+        self._unchecked |= {snapshot}
         self._checking.submit(self._check, restored, snapshot, then, self._stop_requested)
 
     def stop(self) -> None:
@@ -97,6 +107,7 @@ class RestoreCheck:
         try:
             self._memory.pin(restored)
         except SnapshotUnavailable:
+            self._unchecked -= {sealed}
             then(sealed)
             return
         try:
@@ -112,9 +123,13 @@ class RestoreCheck:
             self._memory.unpin(restored)
         if checked is None or stop.is_set():
             return
+        if checked.is_wrong:
+            # Sealed by all, it would be the newest to resume from.
+            self._memory.discard(sealed)
         if checked.nbytes or checked.differing:
             self._on_checked(checked)
         if not checked.is_wrong:
+            self._unchecked -= {sealed}
             then(sealed)
 
     def _compare_at_last(
@@ -147,7 +162,7 @@ class RestoreCheck:
     ) -> RestoreChecked:
         self._memory.pin(sealed)
         try:
-            olds = [self._shard(restored, rank) for rank in self._memory.held_ranks(restored)]
+            olds = list(self._readable(restored))
             parts = [
                 (entry, shard.memory)
                 for shard in (self._shard(sealed, r) for r in self._memory.held_ranks(sealed))
@@ -155,7 +170,15 @@ class RestoreCheck:
             ]
 
             def compare(part: tuple[Entry, Bytes]) -> tuple[int, bool]:
-                return (0, True) if stop.is_set() else _compare_entry(*part, olds)
+                if stop.is_set():
+                    return 0, True
+                try:
+                    return _compare_entry(*part, olds)
+                except (ValueError, IndexError) as error:
+                    raise SnapshotUnavailable(
+                        f"{part[0].key} does not lie where its index says ({error}); the memory of "
+                        "the index is damaged"
+                    ) from error
 
             threads = min(_MAX_THREADS, os.cpu_count() or 1)
             with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-compare") as pool:
@@ -174,6 +197,15 @@ class RestoreCheck:
             differing=tuple(differing[:_MAX_REPORTED]),
             is_wrong=any(key.startswith(_MUST_BE_EQUAL) for key in differing),
         )
+
+    def _readable(self, snapshot: SnapshotId) -> Iterator[_Shard]:
+        """Yield what can be compared with of an older snapshot."""
+        for rank in self._memory.held_ranks(snapshot):
+            try:
+                yield self._shard(snapshot, rank)
+            except SnapshotUnavailable as error:
+                # The ranks had read it before: what they have sealed may be the last good copy.
+                log.warning("rank %d's shard is not compared with: %s", rank, error)
 
     def _shard(self, snapshot: SnapshotId, rank: int) -> _Shard:
         index = self._memory.index(snapshot, rank)

@@ -1,19 +1,31 @@
-"""Decides when a running generation closes, and whether spare nodes are let in. Pure."""
+"""Decides when a generation closes, and how it ends. Pure.
+
+A generation closes in good order, so that its last snapshot is committed, or by an abort. Where an
+abort may leave garbage, nobody is told to abort before nobody can seal any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from keepstep.elastic.rendezvous.actions import Close
+from keepstep.elastic.rendezvous.actions import Close, OrderAbort
 from keepstep.elastic.rendezvous.decision import Decision, LeaderState, wait
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_ranks,
     eligible,
+    newest_told,
     rank_limits,
     records_in,
 )
-from keepstep.elastic.rendezvous.records import Closing, Generation, NodePhase, NodeRecord
+from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
+    Closing,
+    Generation,
+    NodePhase,
+    NodeRecord,
+)
 from keepstep.elastic.rendezvous.view import View
 
 
@@ -128,6 +140,51 @@ def admit_spares(
     return Decision(
         LeaderState(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
     )
+
+
+def draining(present: Iterable[NodeRecord], generation: Generation) -> list[str]:
+    """Return the nodes whose workers may still write in a generation that closes."""
+    return [
+        record.node
+        for record in present
+        if record.generation != generation.generation
+        or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
+    ]
+
+
+def order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> OrderAbort | None:
+    """Return the order to abort, once every member whose workers may still write is fenced.
+
+    An aborted collective returns garbage, also to peers that have not aborted, and nothing raises
+    there. So nobody may seal any more before the first one aborts.
+    """
+    undrained = set(draining(present, old))
+    writing = [record for record in present if record.node in undrained]
+    is_fenced = all(record.fenced == old.generation for record in writing)
+    if view.abort_order is not None or not writing or not is_fenced:
+        return None
+    all_fenced = len(present) == len(old.members)
+    return OrderAbort(AbortOrder(old.generation, all_fenced, newest_told(present, old)))
+
+
+def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Closing | None:
+    """Return how a generation closes that something breaks while it closes in good order.
+
+    Its ranks wait for the commit of their last snapshot, which then never comes.
+    """
+    closing = view.closing
+    if closing is None or closing.abort:
+        return None
+    here = {record.node for record in present}
+    lost = [member.node for member in old.members if member.node not in here]
+    failures = [record.failure for record in records_in(present, old) if record.failure]
+    if lost:
+        why = f"lost {', '.join(lost)}"
+    elif failures:
+        why = min(failures, key=lambda failure: failure.at_s).message.partition("\n")[0]
+    else:
+        return None
+    return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")
 
 
 def _is_finishing(present: Iterable[NodeRecord]) -> bool:

@@ -17,8 +17,8 @@ Invariants:
 - A snapshot is committed when every member of its generation has sealed it and has its parity.
   Agents are told at once (`keepstep.elastic.rendezvous.commits`), the coordinator when it is due.
 
-`keepstep.elastic.rendezvous.invariants` checks them before every action. Why a generation closes is
-decided in `closing`, how it ends and the next one begins in `opening`.
+`keepstep.elastic.rendezvous.invariants` checks them before every action. Why a generation closes
+and how it ends is decided in `closing`, how the next one opens in `opening`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keepstep.elastic.rendezvous import checkpoint_schedule
-from keepstep.elastic.rendezvous.actions import (
-    Close,
-    Finish,
-    RecordRecovery,
-)
+from keepstep.elastic.rendezvous.actions import Close, Finish, RecordRecovery
 from keepstep.elastic.rendezvous.closing import admit_spares, reason_to_close
 from keepstep.elastic.rendezvous.commits import COMMIT_INTERVAL_S, commit_of, is_due
 from keepstep.elastic.rendezvous.decision import Decision, LeaderState
 from keepstep.elastic.rendezvous.evictions import evict_wrong_replica
 from keepstep.elastic.rendezvous.opening import open_first_generation, open_next_generation
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
-from keepstep.elastic.rendezvous.rank_assignment import (
-    present_members,
-    records_in,
-)
+from keepstep.elastic.rendezvous.rank_assignment import present_members, records_in
 from keepstep.elastic.rendezvous.records import (
     FailureKind,
     Generation,

@@ -4,8 +4,8 @@ Pure. Production calls these functions and stops the writer that breaks a promis
 a member checks its own record (`check_record`), its view as it joins or reads it anew
 (`check_view`) and every change of it (`check_transition`), a leader its action against the records
 that it rests on (`check_action`) and the change that its transaction makes (`check_transition`).
-The simulator calls the same functions on every revision. They are written apart from `decide`, and
-share no code with it: a fault there is found here.
+The simulator calls the same functions on every revision. They are written apart from the
+decisions, and share no code with them: a fault there is found here.
 
 A node's record is checked by its own writer and, where an action rests on it, by the leader; other
 members do not check it, so that a wrong record stops nobody else.

@@ -1,16 +1,17 @@
-"""Decides how a generation that closes ends, and how the next one opens. Pure.
+"""Decides how the next generation opens. Pure.
 
-Members drain first; with which of the nodes that are then here, from which snapshot and whether at
-all the job goes on is decided once nobody computes any more.
+The members of the last one drain first: with which of the nodes that are then here, from which
+snapshot, and whether at all the job goes on is decided once nobody computes any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from keepstep.elastic.rendezvous import checkpoint_schedule
-from keepstep.elastic.rendezvous.actions import Close, Finish, Open, OrderAbort, ReleaseMembers
+from keepstep.elastic.rendezvous.actions import Close, Finish, Open, ReleaseMembers
+from keepstep.elastic.rendezvous.closing import break_off, draining, order_abort
 from keepstep.elastic.rendezvous.commits import commit_of
 from keepstep.elastic.rendezvous.decision import Decision, LeaderState, wait
 from keepstep.elastic.rendezvous.evictions import end_failures, evict_wrong_replica
@@ -25,7 +26,6 @@ from keepstep.elastic.rendezvous.rank_assignment import (
     eligible,
     newest_committed,
     newest_restorable,
-    newest_told,
     present_members,
     rank_limits,
     records_in,
@@ -34,11 +34,8 @@ from keepstep.elastic.rendezvous.rank_assignment import (
 )
 from keepstep.elastic.rendezvous.rank_limits import largest_sum
 from keepstep.elastic.rendezvous.records import (
-    AbortOrder,
-    Closing,
     Generation,
     Member,
-    NodePhase,
     NodeRecord,
     Release,
     Result,
@@ -100,12 +97,12 @@ def open_next_generation(
         wall_s: wall-clock seconds.
     """
     present = present_members(view, old)
-    order = _order_abort(view, old, present)
+    order = order_abort(view, old, present)
     if order is not None:
         return Decision(leader_state, order)
-    draining = _draining(present, old)
-    if draining:
-        broken = _break_off(view, old, present)
+    undrained = draining(present, old)
+    if undrained:
+        broken = break_off(view, old, present)
         if broken is not None:
             return Decision(leader_state, Close(broken))
         # Ranks that drain without an abort take a last snapshot; the one before is committed first.
@@ -115,7 +112,7 @@ def open_next_generation(
         if commit is not None:
             return Decision(leader_state, commit)
         return Decision(
-            leader_state, message=f"generation {old.generation} drains: {', '.join(draining)}"
+            leader_state, message=f"generation {old.generation} drains: {', '.join(undrained)}"
         )
     evict = evict_wrong_replica(policy, view, old, records_in(present, old))
     if evict is not None:
@@ -237,51 +234,6 @@ def _new_generation(
         parity=parity,
         failures_per_s=failures_per_s(view.history.recoveries, len(members), wall_s),
     )
-
-
-def _draining(present: Iterable[NodeRecord], generation: Generation) -> list[str]:
-    """Return the nodes whose workers may still write in a generation that closes."""
-    return [
-        record.node
-        for record in present
-        if record.generation != generation.generation
-        or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
-    ]
-
-
-def _order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> OrderAbort | None:
-    """Return the order to abort, once every member whose workers may still write is fenced.
-
-    An aborted collective returns garbage, also to peers that have not aborted, and nothing raises
-    there. So nobody may seal any more before the first one aborts.
-    """
-    undrained = set(_draining(present, old))
-    writing = [record for record in present if record.node in undrained]
-    is_fenced = all(record.fenced == old.generation for record in writing)
-    if view.abort_order is not None or not writing or not is_fenced:
-        return None
-    all_fenced = len(present) == len(old.members)
-    return OrderAbort(AbortOrder(old.generation, all_fenced, newest_told(present, old)))
-
-
-def _break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Closing | None:
-    """Return how a generation closes that something breaks while it closes in good order.
-
-    Its ranks wait for the commit of their last snapshot, which then never comes.
-    """
-    closing = view.closing
-    if closing is None or closing.abort:
-        return None
-    here = {record.node for record in present}
-    lost = [member.node for member in old.members if member.node not in here]
-    failures = [record.failure for record in records_in(present, old) if record.failure]
-    if lost:
-        why = f"lost {', '.join(lost)}"
-    elif failures:
-        why = min(failures, key=lambda failure: failure.at_s).message.partition("\n")[0]
-    else:
-        return None
-    return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")
 
 
 def _step(commit: SnapshotCommit | None) -> int:

@@ -1,6 +1,6 @@
 """Chooses the members of the next generation, their ranks and groups, and the resume snapshot.
 
-Pure. `keepstep.elastic.rendezvous.decide` builds the leader's decisions on these functions.
+Pure. The leader's decisions (`keepstep.elastic.rendezvous.decide`) are built on these functions.
 
 Invariant: a node that was a member and may be one again keeps its ranks, as far as the number of
 nodes allows.

@@ -88,7 +88,10 @@ class GenerationState:
         self._initial_extra = InitialExtra()
         self._copies_synchronously = False
         self._release: Callable[[], None] | None = None
+        self.position = Position()
+        """Where the training is."""
         self.snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
+        """How often a snapshot of the current generation is taken."""
         self.source = ""
         """What the state was restored from."""
 
@@ -108,8 +111,8 @@ class GenerationState:
         """Have the process groups aborted when the agent says so, until `close`."""
         self._session.on_abort(self._groups.abort, awaits_order=self._groups.awaits_abort_order)
 
-    def enter(self, assignment: Assignment, mesh: Mapping[str, int]) -> Position:
-        """Form the process groups, build the state and restore it; return the position to go on at.
+    def enter(self, assignment: Assignment, mesh: Mapping[str, int]) -> None:
+        """Form the process groups, build the state and restore it: `position` is where to go on.
 
         Args:
             assignment: the generation and this worker's place in it.
@@ -117,8 +120,8 @@ class GenerationState:
 
         Raises:
             SnapshotUnavailable, RankFailed: a node was lost that the state is restored from.
-            Exception: what a call of torch.distributed or the user's `build` raises. After any of
-                these, `end` this generation.
+            Exception: what a call of torch.distributed or the user's `build` raises. To go on after
+                any of these, `end` this generation.
         """
         # The same names as before: only new ones would move what other threads may be reading.
         os.environ.update(assignment.environment())
@@ -154,7 +157,7 @@ class GenerationState:
         )
         self._replicas.enter(world, snapshots.training.replicable)
         resumed = snapshots.resume(self._seed, self._newest_step(assignment))
-        position = resumed.position
+        position = self.position = resumed.position
         self._passes.resume(position)
         if resumed.begins:
             self._initial_extra.restore(own_extra)
@@ -180,9 +183,8 @@ class GenerationState:
         if not resumed.begins:
             # One that begins has no optimizer slots yet, of which ranks may have different ones.
             self._replicas.learn_layouts()
-        return position
 
-    def end(self, generation: int, position: Position, error: BaseException | None) -> None:
+    def end(self, generation: int, error: BaseException | None) -> None:
         """Seal a last snapshot if possible, drop the live state, and report "drained" to the agent.
 
         After "drained" this worker writes nothing more in this generation. If it ends by an error,
@@ -191,12 +193,11 @@ class GenerationState:
 
         Args:
             generation: the one that is over.
-            position: where the training is in it.
             error: what has ended it; None if it ends in good order.
         """
         if error is None:
             try:
-                self._end_in_good_order(generation, position)
+                self._end_in_good_order(generation)
             except (RuntimeError, SnapshotUnavailable) as broken:
                 # Something broke while the generation closed in good order: a collective, or what
                 # was still being copied is refused because all are fenced.
@@ -242,12 +243,12 @@ class GenerationState:
         """Whether a copy that is complete is what training computed, and not an abort's garbage."""
         return not (self._groups.awaits_abort_order and self._session.is_aborting(generation))
 
-    def _end_in_good_order(self, generation: int, position: Position) -> None:
+    def _end_in_good_order(self, generation: int) -> None:
         """Seal the last snapshot, and wait until the peers have computed theirs."""
         if self._snapshots is None or self._session.is_aborting(generation):
             return
         self._snapshots.seal_before_closing(
-            position,
+            self.position,
             lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
         )
         self._groups.finish()

@@ -80,7 +80,6 @@ class Job:
         self._mesh = mesh
         self._checkpoint = checkpoint
         self._seed = seed
-        self._position = Position()
         self._passes = Passes()
         self._replicas = ReplicaCheck(compare_replicas_every, on_divergence)
         self._judge = StepJudge(on_bad_step) if on_bad_step is not None else None
@@ -152,7 +151,7 @@ class Job:
     @property
     def steps(self) -> int:
         """Number of optimizer steps completed since training began."""
-        return self._position.step
+        return self._state.position.step
 
     def batches(
         self,
@@ -224,21 +223,23 @@ class Job:
 
     def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch of a pass, from the position on."""
-        while self._position.batch < data.end:
-            if self._position.batch < data.begin:
+        while self._state.position.batch < data.end:
+            if self._state.position.batch < data.begin:
                 self._restart_script("the restored position is in an earlier pass over the data")
             generation = self.world.generation
-            loader = data.from_position(self._position, self.world.data_rank, self.world.data_size)
+            loader = data.from_position(
+                self._state.position, self.world.data_rank, self.world.data_size
+            )
             while True:
-                if self._position.batch < data.end:
+                if self._state.position.batch < data.end:
                     # For the monitor, a step begins with the wait for its data.
                     self._mark_step()
                 batch = next(loader, _END_OF_DATA)
                 if batch is _END_OF_DATA:
                     break
-                before = self._position
+                before = self._state.position
                 if self._judge is not None and self._judge.is_skipped(before.batch):
-                    self._position = replace(before, batch=before.batch + 1)
+                    self._state.position = replace(before, batch=before.batch + 1)
                     continue
                 self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
                 self._batch_generation = generation
@@ -248,10 +249,10 @@ class Job:
                     self._recover(None)
                 if self.world.generation != generation:
                     break
-                if self._position == before:
+                if self._state.position == before:
                     # The loop skipped this batch: it did not run a step.
-                    self._position = replace(before, batch=before.batch + 1)
-                if self._position.batch >= data.end:
+                    self._state.position = replace(before, batch=before.batch + 1)
+                if self._state.position.batch >= data.end:
                     break
         self._batch_generation = None
 
@@ -274,11 +275,11 @@ class Job:
         before the call, the loop comes to the reason for it again. What is asked for in the last
         step of a pass has no effect.
         """
-        self._passes.request_stop(self._position)
+        self._passes.request_stop(self._state.position)
 
     def _mark_step(self) -> None:
         """Report the step that begins to the monitor, once."""
-        number = self._position.step + 1
+        number = self._state.position.step + 1
         if self._marked_step != number:
             self._marked_step = number
             monitor.begin_step(number)
@@ -293,7 +294,7 @@ class Job:
             )
         self._mark_step()
         self._rejected = None
-        self._state.snapshots.begin_step(stops=self._passes.is_stop_requested(self._position))
+        self._state.snapshots.begin_step(stops=self._passes.is_stop_requested(self._state.position))
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -337,23 +338,25 @@ class Job:
         return is_peer_failure(error) or self._session.is_closing(self.world.generation)
 
     def _complete_step(self) -> None:
-        self._position = Position(self._position.step + 1, self._position.batch + 1)
+        self._state.position = Position(
+            self._state.position.step + 1, self._state.position.batch + 1
+        )
         generation = self.world.generation
         self._session.progress(generation, self.steps)
         if not self._reported_first_step:
             self._reported_first_step = True
             self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
         snapshots = self._state.snapshots
-        takes_snapshot = snapshots.complete_step(self._position)
+        takes_snapshot = snapshots.complete_step(self._state.position)
         if snapshots.is_stopping:
-            self._position = self._passes.stop(self._position)
+            self._state.position = self._passes.stop(self._state.position)
         # Before the snapshot of the step: a repaired state is what it shall hold.
         divergence = self._compare_replicas(takes_snapshot or snapshots.is_ending)
         if divergence is not None:
             self._recover(divergence)
             return
         if takes_snapshot:
-            snapshots.take_agreed(self._position)
+            snapshots.take_agreed(self._state.position)
         interval_change = self._state.snapshot_interval.notable_change()
         if interval_change is not None:
             every, cost_s = interval_change
@@ -363,7 +366,7 @@ class Job:
 
     def _judge_step(self, values: Mapping[str, float]) -> None:
         """Judge what a step has reported; for `Step`."""
-        reason = self._own_judge().judge(self._position.step + 1, values)
+        reason = self._own_judge().judge(self._state.position.step + 1, values)
         if reason:
             self._reject_step(reason)
 
@@ -375,8 +378,8 @@ class Job:
             raise UsageError("a rejected step's batch is skipped by job.batches: iterate over that")
         self._rejected = judge.reject(
             reason,
-            step=self._position.step + 1,
-            batch=self._position.batch,
+            step=self._state.position.step + 1,
+            batch=self._state.position.batch,
             begin=data.begin,
             generation=self.world.generation,
             rank=self.world.rank,
@@ -425,10 +428,10 @@ class Job:
             if sizes is None:
                 self._wait_for_other_ranks(assignment)
                 continue
+            self._reported_first_step = False
+            self._marked_step = 0
             try:
-                self._reported_first_step = False
-                self._marked_step = 0
-                self._position = self._state.enter(assignment, sizes)
+                self._state.enter(assignment, sizes)
             except Exception as error:
                 # A node that holds the state may be lost while the state is restored from it; and
                 # an abort leaves PyTorch's process groups in a state in which any call may fail.
@@ -437,7 +440,7 @@ class Job:
                     is_elsewhere or is_peer_failure(error) or self._session.is_closing(newer_than)
                 ):
                     raise
-                self._state.end(newer_than, self._position, error)
+                self._state.end(newer_than, error)
             else:
                 self._report_entry(assignment)
                 return
@@ -452,7 +455,7 @@ class Job:
             assignment.world_size,
         )
         self._session.wait_for_closing(assignment.generation)
-        self._state.end(assignment.generation, self._position, None)
+        self._state.end(assignment.generation, None)
 
     def _report_entry(self, assignment: Assignment) -> None:
         entered = GenerationEntered(
@@ -477,24 +480,24 @@ class Job:
         """
         generation = self.world.generation
         self._events.leave(self.steps, time.monotonic())
-        self._state.end(generation, self._position, error)
+        self._state.end(generation, error)
         self._enter(generation, final)
 
     def _recover_in_guard(self, error: BaseException) -> bool:
         """Recover from a failure outside of a step; False if the error is the loop's own."""
         if not (isinstance(error, Exception) and self._is_from_generation_end(error)):
             return False
-        before = self._position
+        before = self._state.position
         self._recover(error)
         was_over = self._passes.is_over(before)
         # After a `break`, a process that is new computes the next step, and not what is guarded.
-        if self._passes.was_left_early(before) or (was_over and self._position != before):
+        if self._passes.was_left_early(before) or (was_over and self._state.position != before):
             self._restart_script("the last steps must be computed again")
         return True
 
     def _finish(self) -> None:
         """Wait until the last step is committed, and stored if `checkpoint` is given."""
-        final = self._position
+        final = self._state.position
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
             self._commit_and_store_final(final)
@@ -527,7 +530,7 @@ class Job:
         """Recover after the loop has ended: possible only if no step must be computed again."""
         self._recover(error, final)
         # A process that is new does not know that the loop was left before the end of its data.
-        if self._position != final or self._passes.has_more(final):
+        if self._state.position != final or self._passes.has_more(final):
             self._restart_script("the last steps must be computed again")
         return self.world.generation
 

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "KEEPSTEP_MONITOR_DIR"
 _RING_NAME = re.compile(r"rank-\d{5,}\.ring")
 _UNFINISHED_NAME = re.compile(r"\.rank-\d{5,}\.(?P<process>\d+)-(?P<started>\d+)\.\d+")
-_REMOVED_NAME = re.compile(r"\.removed-rank-\d{5,}\.ring\.\d+")
+_REMOVED_NAME = re.compile(r"\.removed-rank-\d{5,}\.ring\.\d+\.\d+")
 
 
 def base_directory() -> Path:
@@ -96,7 +96,8 @@ def create_ring(identity: WorkerIdentity, sizes: RingSizes | None = None) -> Rin
             _refuse_foreign(place)
         path = directory / f"rank-{identity.rank:05d}.ring"
         # Killed at this point, the process leaves the file behind; a sweep finds out whose it is.
-        process = f"{os.getpid()}-{process_started(os.getpid()) or 0}"
+        # The time, for the same process may have failed here before.
+        process = f"{os.getpid()}-{process_started(os.getpid())}"
         unfinished = directory / f".rank-{identity.rank:05d}.{process}.{time.monotonic_ns()}"
         ring = Ring.create(unfinished, identity, sizes)
         _warn_if_in_use(path, identity)
@@ -164,7 +165,7 @@ class Sweeper:
         self._dead_since: dict[tuple[Path, int], float] = {}
 
     def sweep(self, directories: Iterable[Path], now_s: float) -> list[Path]:
-        """Check all rings once; return those that were removed.
+        """Check all rings once, finished or not; return those that were removed.
 
         Other files are left alone, and so are directories that others may write to.
         """
@@ -203,8 +204,7 @@ def _dead_files(directory: Path) -> list[tuple[Path, int]]:
         names = []
     for path in (directory / name for name in sorted(names)):
         if unfinished := _UNFINISHED_NAME.fullmatch(path.name):
-            started = process_started(int(unfinished["process"])) or 0
-            if started != int(unfinished["started"]):
+            if process_started(int(unfinished["process"])) != int(unfinished["started"]):
                 found.append((path, _inode(path)))
         elif _REMOVED_NAME.fullmatch(path.name):
             found.append((path, _dead_ring(path)))
@@ -235,7 +235,7 @@ def _remove(path: Path, inode: int) -> bool:
     if not _RING_NAME.fullmatch(path.name):
         path.unlink(missing_ok=True)  # Its name is never used again.
         return True
-    aside = path.with_name(f".removed-{path.name}.{os.getpid()}")
+    aside = path.with_name(f".removed-{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         os.rename(path, aside)
         try:

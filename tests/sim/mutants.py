@@ -535,13 +535,13 @@ def seals_in_a_generation_that_is_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborts_before_all_are_fenced(patch: pytest.MonkeyPatch) -> None:
-    right = opening._order_abort
+    right = closing.order_abort
 
     def wrong(view: View, old: Generation, present: Sequence[NodeRecord]) -> OrderAbort | None:
         fenced = [replace(record, fenced=old.generation) for record in present]
         return right(view, old, fenced)
 
-    patch.setattr(opening, "_order_abort", wrong)
+    patch.setattr(opening, "order_abort", wrong)
     patch.setattr(invariants, "_check_fenced", lambda view: None)
 
 

@@ -132,11 +132,11 @@ if options.get("restores_wrongly"):
     restore_from = TrainingState.restore_from
 
     def restore_wrongly(self: TrainingState, *arguments: Any) -> Any:
-        """Change one element of what rank 0 restores in the second generation."""
+        """Change what rank 0 restores of a layer in the second generation."""
         position = restore_from(self, *arguments)
         if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("1", "0"):
             with torch.no_grad():
-                next(self.model.parameters()).to_local().view(-1)[0] += 1
+                next(self.model.blocks.parameters()).to_local().add_(1)
         return position
 
     TrainingState.restore_from = restore_wrongly  # type: ignore[method-assign]

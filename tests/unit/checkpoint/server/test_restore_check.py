@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -268,17 +269,69 @@ def test_comparison_that_fails_is_done_again(
     ]
 
 
-@pytest.mark.parametrize("damaged", [OLD, NEW])
-def test_snapshot_whose_index_is_damaged_is_wrong(
-    node: Node, damaged: SnapshotId, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was passed over, and no later step would have been committed."""
+def seal_both(node: Node) -> None:
+    """Seal and commit the older snapshot, and seal the same bytes in the next generation."""
     node.seal(OLD, 0, VALUES, 0, "model/w")
     node.memory.commit(OLD)
     node.memory.open_generation(2)
     node.seal(NEW, 0, VALUES, 0, "model/w")
-    node.memory.index_range(damaged, 0).view[0] ^= 1
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"4096]]"])
+def test_snapshot_whose_index_is_damaged_is_wrong(
+    node: Node, caplog: pytest.LogCaptureFixture, damaged: bytes
+) -> None:
+    """Passed over, it would never be protected, and no later step would be committed."""
+    seal_both(node)
+    index = node.memory.index_range(NEW, 0).view
+    index[bytes(index).rindex(damaged)] ^= 1
     assert node.outcome().is_wrong
     assert node.passed.empty()
+    assert node.memory.held_ranks(NEW) == ()
     (message,) = caplog.messages
     assert message.startswith("what was restored of step 7 cannot be compared: ")
+
+
+def test_damage_of_the_older_index_does_not_condemn_what_was_restored(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The ranks had read it before: theirs may be the last good copy."""
+    seal_both(node)
+    node.memory.index_range(OLD, 0).view[0] ^= 1
+    node.check.check_first(NEW, node.passed.put)
+    assert node.passed.get(timeout=patient(60)) == NEW
+    (message,) = caplog.messages
+    assert message.startswith("rank 0's shard is not compared with: ")
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_snapshot_is_unchecked_until_it_is_known_to_be_right(
+    node: Node, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+) -> None:
+    """Its generation may end before that, and the next one must not resume from it."""
+    seal_both(node)
+    compare, may_compare = node.check._compare, threading.Event()
+
+    def compare_late(*arguments: Any) -> RestoreChecked:
+        may_compare.wait(patient(60))
+        return compare(*arguments)
+
+    monkeypatch.setattr(node.check, "_compare", compare_late)
+    node.check.check_first(NEW, node.passed.put)
+    assert node.check.is_unchecked(NEW)
+    assert not node.check.is_unchecked(OLD)
+    if is_given_up:
+        node.check.stop()
+    may_compare.set()
+    if not is_given_up:
+        assert node.passed.get(timeout=patient(60)) == NEW
+    node.check.close()
+    assert node.passed.empty()
+    assert node.check.is_unchecked(NEW) == is_given_up
+
+
+def test_wrongly_restored_snapshot_is_forgotten(node: Node) -> None:
+    """Its generation is newer than that of the snapshot it came from, so it would be taken."""
+    assert restored(node, VALUES ^ 1).is_wrong
+    assert node.memory.held_ranks(NEW) == ()
+    assert node.memory.held_ranks(OLD) == (0,)

@@ -196,18 +196,18 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
 ) -> None:
     """One that begins has no optimizer slots yet, of which ranks may have different ones."""
     running.job._state._copies_synchronously = True
-    learned_in: list[int] = []
+    learned_at: list[int] = []
     monkeypatch.setattr(
-        ReplicaCheck, "learn_layouts", lambda _: learned_in.append(running.job.world.generation)
+        ReplicaCheck, "learn_layouts", lambda _: learned_at.append(running.job.steps)
     )
     with running.job as job:
-        assert learned_in == []
+        assert learned_at == []
         assert running.step().completed
         monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
         assert not running.step(aborts=True).completed
-        assert (job.world.generation, learned_in) == (2, [2])
+        assert (job.world.generation, learned_at) == (2, [1])
         assert running.step().completed
-        assert learned_in == [2]
+        assert learned_at == [1]
 
 
 def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
@@ -529,7 +529,7 @@ def test_loop_that_is_left_early_cannot_go_on_after_a_failure_at_its_end(
     with running.job as job:
         next(batches(job))
         with pytest.raises(Replaced, match="the last steps"):
-            job._recover_to(job._position)
+            job._recover_to(job._state.position)
         assert job.world.generation == 2
 
 

@@ -732,6 +732,16 @@ def test_ring_that_a_killed_process_left_unfinished_is_removed(ring: Ring) -> No
     assert child.wait() == -signal.SIGKILL
 
 
+def test_unfinished_ring_of_an_earlier_process_with_the_same_id_is_removed(ring: Ring) -> None:
+    started = process_started(os.getpid()) or 0
+    own = ring.path.with_name(f".rank-00000.{os.getpid()}-{started}.1")
+    earlier = ring.path.with_name(f".rank-00000.{os.getpid()}-{started - 1}.1")
+    own.touch()
+    earlier.touch()
+    assert Sweeper(keep_s=0.0).sweep([ring.path.parent], 1.0) == [earlier]
+    assert own.exists()
+
+
 def test_ring_that_is_being_created_is_kept(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = os.rename
 
@@ -747,9 +757,9 @@ def test_ring_that_is_being_created_is_kept(ring: Ring, monkeypatch: pytest.Monk
 
 def test_ring_that_a_killed_monitor_left_half_removed_is_removed(ring: Ring) -> None:
     path = dead_ring(0)
-    aside = path.with_name(f".removed-{path.name}.4711")
+    aside = path.with_name(f".removed-{path.name}.4711.1")
     path.rename(aside)
-    living = aside.with_name(f".removed-{ring.path.name}.4711")
+    living = aside.with_name(f".removed-{ring.path.name}.4711.1")
     os.link(ring.path, living)
     assert Sweeper(keep_s=0.0).sweep([path.parent], 1.0) == [aside]
     assert living.exists()
