@@ -64,10 +64,7 @@ class RestoreCheck:
         )
 
     def is_unchecked(self, snapshot: SnapshotId) -> bool:
-        """Whether a sealed snapshot may be wrongly restored: nobody may resume from it.
-
-        It stays so if the comparison is given up. The snapshot that it was restored from is held.
-        """
+        """Whether a sealed snapshot may be wrongly restored: nobody may resume from it."""
         return snapshot in self._unchecked
 
     def check_first(self, snapshot: SnapshotId, then: Callable[[SnapshotId], None]) -> None:
@@ -76,8 +73,8 @@ class RestoreCheck:
         Args:
             snapshot: what all of the node's ranks have sealed.
             then: called at once if they have not just restored; otherwise on another thread, and
-                not at all if the bytes differ: the snapshot is forgotten then, so that nobody
-                resumes from it.
+                not at all if the bytes differ, or `stop` comes first: the snapshot is forgotten
+                then, so that nobody resumes from it, and what it was restored from is kept.
         """
         restored = self._memory.committed
         held = self._memory.held_ranks(restored)
@@ -105,32 +102,39 @@ class RestoreCheck:
         stop: threading.Event,
     ) -> None:
         try:
+            checked = self._outcome(restored, sealed, stop)
+            is_right = checked is not None and not checked.is_wrong and not stop.is_set()
+            if not is_right:
+                # Sealed by all, it would be the newest to resume from.
+                self._memory.discard(sealed)
+        finally:
+            self._unchecked -= {sealed}
+        if checked is None or stop.is_set():
+            return
+        if checked.nbytes or checked.differing:
+            self._on_checked(checked)
+        if is_right:
+            then(sealed)
+
+    def _outcome(
+        self, restored: SnapshotId, sealed: SnapshotId, stop: threading.Event
+    ) -> RestoreChecked | None:
+        """Compare; None if that is given up, or the new snapshot was discarded meanwhile."""
+        try:
             self._memory.pin(restored)
         except SnapshotUnavailable:
-            self._unchecked -= {sealed}
-            then(sealed)
-            return
+            return RestoreChecked(snapshot=sealed, nbytes=0, differing=(), is_wrong=False)
         try:
-            checked = self._compare_at_last(restored, sealed, stop)
+            return self._compare_at_last(restored, sealed, stop)
         except SnapshotUnavailable as error:
             if stop.is_set() or not self._memory.held_ranks(sealed):
-                return  # Its generation is over, or it was discarded meanwhile.
+                return None
             log.error("what was restored of step %d cannot be compared: %s", sealed.step, error)
-            checked = RestoreChecked(
+            return RestoreChecked(
                 snapshot=sealed, nbytes=0, differing=("an index of a shard",), is_wrong=True
             )
         finally:
             self._memory.unpin(restored)
-        if checked is None or stop.is_set():
-            return
-        if checked.is_wrong:
-            # Sealed by all, it would be the newest to resume from.
-            self._memory.discard(sealed)
-        if checked.nbytes or checked.differing:
-            self._on_checked(checked)
-        if not checked.is_wrong:
-            self._unchecked -= {sealed}
-            then(sealed)
 
     def _compare_at_last(
         self, restored: SnapshotId, sealed: SnapshotId, stop: threading.Event

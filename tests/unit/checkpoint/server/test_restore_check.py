@@ -327,7 +327,9 @@ def test_snapshot_is_unchecked_until_it_is_known_to_be_right(
         assert node.passed.get(timeout=patient(60)) == NEW
     node.check.close()
     assert node.passed.empty()
-    assert node.check.is_unchecked(NEW) == is_given_up
+    assert not node.check.is_unchecked(NEW)
+    assert node.memory.held_ranks(NEW) == (() if is_given_up else (0,))
+    assert node.memory.held_ranks(OLD) == (0,)
 
 
 def test_wrongly_restored_snapshot_is_forgotten(node: Node) -> None:
