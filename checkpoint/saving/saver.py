@@ -170,11 +170,16 @@ class Saver:
         self._last = None
 
     def close(self) -> None:
-        """Finish the save in progress, for `close_timeout_s` at most, and free everything."""
+        """Finish the save in progress, for `close_timeout_s` at most, and free everything.
+
+        That it failed is logged, for no other save follows that could tell it.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._background.close(self._close_timeout_s)
             self._buffer.close()
+            if self._last is not None and self._last.error is not None:
+                log.error("step %d was not stored: %s", self._last.step, self._last.error)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
@@ -50,6 +50,7 @@ class _Attempt:
     name: str
     snapshot: SnapshotId
     stop: threading.Event
+    writing: Future[None]
 
 
 class Persistence:
@@ -99,9 +100,10 @@ class Persistence:
         # Pinned for the attempt, and for the thread, which ends later than it if it is stopped.
         self._memory.pin(task.snapshot)
         self._memory.pin(task.snapshot)
-        self._attempt = _Attempt(task.attempt, task.snapshot, threading.Event())
         self._plan_answers.shares.begin(task.attempt)
-        self._pool.submit(self._write, task, part, self._attempt.stop)
+        stop = threading.Event()
+        writing = self._pool.submit(self._write, task, part, stop)
+        self._attempt = _Attempt(task.attempt, task.snapshot, stop, writing)
 
     def end(self, attempt: str) -> None:
         """End the attempt of this name, if it is not over: it is published, or cancelled."""
@@ -121,6 +123,9 @@ class Persistence:
         if attempt is not None:
             attempt.stop.set()
             self._memory.unpin(attempt.snapshot)
+            if attempt.writing.cancel():
+                # It waited behind one that storage does not answer, which may be for ever.
+                self._memory.unpin(attempt.snapshot)
 
     def close(self) -> None:
         """Give up and end."""

@@ -353,7 +353,8 @@ def _advance(remaining: deque[memoryview], count: int) -> None:
 def _flush(path: Path) -> None:
     """Flush a file or a directory's entries.
 
-    A directory that this user may not open was not made by keepstep and needs no flush.
+    A directory that this user may not open was not made by keepstep and needs no flush. Of some
+    file systems, such as an automounter's, directories cannot be flushed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -363,5 +364,8 @@ def _flush(path: Path) -> None:
         raise
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

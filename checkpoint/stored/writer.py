@@ -250,16 +250,16 @@ def commit(
     storage.flush([f"{attempt.directory}/{name}" for name in names])
     manifest = manifest_of(attempt, parts, contents, required)
     path = f"{attempt.stored.directory}/{MANIFEST}"
-    _check_not_closed(storage, attempt)
+    if _is_closed(storage, attempt):
+        raise _given_up(storage, attempt)
     _check_written(storage, attempt, parts)
     storage.create(path, manifest.encode())
-    try:
-        # Garbage collection closes an attempt before it looks for its manifest once more: if it
-        # missed this manifest, this finds what it has closed.
-        _check_not_closed(storage, attempt)
-    except CheckpointError:
+    # Garbage collection closes an attempt before it looks for its manifest once more: if it missed
+    # this manifest, this finds what it has closed. If this cannot be read, the manifest stays:
+    # others may rest on it already.
+    if _is_closed(storage, attempt):
         storage.delete(path)
-        raise
+        raise _given_up(storage, attempt)
     # It only saves readers a listing: without it, or if it names an older checkpoint, they look
     # further.
     with suppress(CheckpointError):
@@ -306,17 +306,20 @@ def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[
     return {item: f"{directory}/{item.name}" for item in listing}
 
 
-def _check_not_closed(storage: Storage, attempt: Attempt) -> None:
+def _is_closed(storage: Storage, attempt: Attempt) -> bool:
     try:
         note = Note.decode(storage.read(f"{attempt.directory}/{REMOVED}"))
     except CheckpointMissing:
-        return
-    if note is not None and note.is_closed:
-        raise CheckpointError(
-            f"{storage.url}: step {attempt.stored.step} was not stored: nothing was written to "
-            f"{attempt.directory} for so long that garbage collection gave it up; save again, and "
-            "give `keepstep ckpt gc` a longer --grace"
-        )
+        return False
+    return note is not None and note.is_closed
+
+
+def _given_up(storage: Storage, attempt: Attempt) -> CheckpointError:
+    return CheckpointError(
+        f"{storage.url}: step {attempt.stored.step} was not stored: nothing was written to "
+        f"{attempt.directory} for so long that garbage collection gave it up; save again, and "
+        "give `keepstep ckpt gc` a longer --grace"
+    )
 
 
 def _check_written(storage: Storage, attempt: Attempt, parts: Sequence[StoredObject]) -> None:

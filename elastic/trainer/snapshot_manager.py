@@ -392,16 +392,19 @@ class SnapshotManager:
         nor a later launch may take one of them for its newest state.
         """
         url = self._checkpoint
+        steps: Sequence[StoredStep] = ()
+        resumed: Resumed | None = None
         try:
             steps = agreed_steps(url) if url is not None else ()
             if url is not None and any(stored.step <= newest_step for stored in steps):
                 resumed = self._restore_stored(url, steps, seed, newest_step)
-                undone = [stored for stored in steps if stored.step > resumed.position.step]
-                on_all_ranks(lambda: _remove(url, undone) if rank() == 0 else None)
-                return resumed
         except CheckpointError as error:
             # All ranks raise one for the same reason, also where storage cannot be reached.
             log.warning("%s", error)
+        if url is not None and resumed is not None:
+            undone = [stored for stored in steps if stored.step > resumed.position.step]
+            on_all_ranks(lambda: _remove(url, undone) if rank() == 0 else None)
+            return resumed
         if rank() == 0:
             log.warning(
                 "there is no checkpoint of step %d or before it to roll back to: the job goes on "
@@ -481,5 +484,16 @@ class SnapshotManager:
 def _remove(url: str, undone: Sequence[StoredStep]) -> None:
     """Remove checkpoints of steps that are computed again, the newest first."""
     for stored in undone:
-        housekeeping.remove(url, stored, now=time.time())
-        log.info("%s: removed %s, which the job has rolled back from", url, stored.directory)
+        try:
+            housekeeping.remove(url, stored, now=time.time())
+        except CheckpointError as error:
+            # The state is restored already, and is the right one to go on from.
+            log.error(
+                "%s: %s, which the job has rolled back from, is not removed, and a launch after "
+                "the loss of all memory may resume from it; `keepstep ckpt rm` removes it: %s",
+                url,
+                stored.directory,
+                error,
+            )
+        else:
+            log.info("%s: removed %s, which the job has rolled back from", url, stored.directory)

@@ -303,6 +303,20 @@ def test_the_interpreters_exit_finishes_the_save_in_progress(tmp_path: Path) -> 
     assert not psutil.pid_exists(pid)
 
 
+def test_failure_of_the_last_save_is_told_when_the_interpreter_exits(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        "from keepstep import checkpoint\n"
+        "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=1)\n"
+        "checkpoint.save(sys.argv[1], {'x': torch.zeros(3)}, step=1, block=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 1 was not stored: " in done.stderr
+
+
 def test_a_blocking_save_waits_for_the_save_in_progress(tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"

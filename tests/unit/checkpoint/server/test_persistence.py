@@ -164,6 +164,21 @@ def test_memory_that_an_ended_attempt_still_reads_is_not_freed(node: Node) -> No
         node.memory.memory(FIRST, 0)
 
 
+def test_memory_that_an_ended_attempt_has_not_begun_to_read_is_freed(node: Node) -> None:
+    """Storage that hangs kept one more snapshot with each attempt."""
+    node.persistence.start(node.task("a"), 0)
+    assert node.storage.is_writing.wait(patient(60))
+    seal(node.memory, SECOND, 0, {"model/w": 3, "model/v": 4})
+    node.persistence.start(replace(node.task("b"), snapshot=SECOND), 0)
+    node.persistence.end("b")
+    seal(node.memory, SnapshotId(SECOND.generation, SECOND.step + 1), 0, {"model/w": 5})
+    with pytest.raises(SnapshotUnavailable, match="not held here"):
+        node.memory.memory(SECOND, 0)
+    assert node.memory.memory(FIRST, 0).bytes[0] == 1
+    node.storage.let_go.set()
+    node.next_event()
+
+
 def test_a_checkpoint_that_the_same_run_has_committed_is_stored_and_no_failure(node: Node) -> None:
     """A leader may be lost between the manifest and the coordinator; the next one asks again."""
     node.storage.let_go.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -88,3 +89,24 @@ def test_attempt_that_is_closed_while_it_is_committed_is_not_left_committed(
         committed(storage)
     assert not storage.exists(f"{ATTEMPT.stored.directory}/{MANIFEST}")
     assert not list_steps(storage.url)
+
+
+def test_committed_attempt_stays_so_where_its_note_cannot_be_read_then(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older checkpoints may have been removed already because there is this one."""
+    create, read = ObjectStorage.create, ObjectStorage.read
+
+    def refuse_note(self: ObjectStorage, name: str, *arguments: Any) -> Any:
+        if name == NOTE:
+            raise CheckpointError("the storage is away")
+        return read(self, name, *arguments)
+
+    def create_and_refuse(self: ObjectStorage, name: str, content: bytes) -> None:
+        create(self, name, content)
+        monkeypatch.setattr(ObjectStorage, "read", refuse_note)
+
+    monkeypatch.setattr(ObjectStorage, "create", create_and_refuse)
+    with pytest.raises(CheckpointError, match="the storage is away"):
+        committed(storage)
+    assert storage.exists(f"{ATTEMPT.stored.directory}/{MANIFEST}")

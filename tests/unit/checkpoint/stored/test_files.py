@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -83,6 +84,38 @@ def test_directory_that_this_user_may_not_open_is_not_flushed_and_a_file_is_no_s
     files._flush(tmp_path)
     with pytest.raises(PermissionError):
         files._flush(file)
+
+
+def test_checkpoint_is_committed_below_a_directory_that_cannot_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Automounters refuse it; the save failed after it had been committed."""
+    fsync, above = os.fsync, tmp_path.stat().st_ino
+
+    def refuse(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == above:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    storage = FileStorage(str(tmp_path / "run"), tmp_path / "run")
+    storage.create("step/manifest.json", b"{}")
+    assert storage.exists("step/manifest.json")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_file_or_disk_that_cannot_be_flushed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    def refuse(_: int) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with pytest.raises(OSError, match="refused"):
+        files._flush(file if number == errno.EINVAL else tmp_path)
 
 
 def test_directory_above_is_deleted_with_the_last_one_in_it(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError
@@ -448,6 +449,31 @@ def test_roll_back_that_cannot_reach_storage_goes_on_from_memory(
         snapshots._checkpoint = "/away"
         assert snapshots._roll_back(3, seed=0) is None
     assert caplog.messages[0] == "the storage is away"
+
+
+def test_roll_back_stands_where_a_later_checkpoint_cannot_be_removed(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Storage had lost its newest checkpoint, and the job went on from what it was to leave."""
+    steps = [StoredStep(300, 1), StoredStep(200, 1), StoredStep(100, 1)]
+    removed = []
+
+    def remove(_: str, stored: StoredStep, *, now: float) -> None:
+        removed.append(stored.step)
+        if stored.step == 200:
+            raise CheckpointError("the storage is away")
+
+    monkeypatch.setattr(snapshot_manager, "agreed_steps", lambda _: steps)
+    monkeypatch.setattr(snapshot_manager.housekeeping, "remove", remove)
+    resumed = Resumed(Position(100, 100), "checkpoint")
+    monkeypatch.setattr(SnapshotManager, "_restore_stored", lambda *_: resumed)
+    with running.job as job:
+        snapshots = job._state.snapshots
+        snapshots._checkpoint = "/url"
+        assert snapshots._roll_back(150, seed=0) is resumed
+    assert removed == [300, 200]
+    (error,) = (record.message for record in caplog.records if record.levelname == "ERROR")
+    assert "step-00000200-000001, which the job has rolled back from, is not removed" in error
 
 
 def test_rejected_step_is_undone_and_its_batch_is_skipped(running: Running) -> None:
