@@ -198,7 +198,7 @@ def adopt(
 
 def complete_adoption(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
     """Mark an adopted shard complete, in whatever generation; free it if it is too old by now."""
-    return commit(_checked(table, _sealed(table, (snapshot, rank))), table.committed)
+    return _without_older(_checked(table, _sealed(table, (snapshot, rank))), table.committed)
 
 
 def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -237,7 +237,25 @@ def discard(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
 
 
 def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
-    """Take a snapshot as the one to resume from: everything older is freed, unless pinned."""
+    """Take a snapshot as the one to resume from: everything older is freed, unless pinned.
+
+    One of an older generation is what this one resumes from. What older generations have sealed
+    after it, and not all of their ranks, is freed too: it can never be committed.
+    """
+    if not table.committed <= snapshot or snapshot.generation >= table.generation:
+        return _without_older(table, snapshot)
+    left_behind = {
+        key
+        for key, held in table.shards.items()
+        if snapshot < key[0] and key[0].generation < table.generation
+        if held.sealed and not held.is_being_rebuilt and key[0] not in table.pinned
+    }
+    kept = {key: held for key, held in table.shards.items() if key not in left_behind}
+    after = _checked(table, _retain_only(table, kept), discarded=left_behind)
+    return _without_older(after, snapshot)
+
+
+def _without_older(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     committed = max(snapshot, table.committed)
     kept = {
         key: held
@@ -271,7 +289,7 @@ def unpin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
         for name, count in table.pinned.items()
         if name != snapshot or count > 1
     }
-    return commit(replace(table, pinned=pinned), table.committed)
+    return _without_older(replace(table, pinned=pinned), table.committed)
 
 
 def check_table(table: SnapshotTable) -> None:

@@ -57,15 +57,18 @@ class RestoreCheck:
     ) -> None:
         self._memory = memory
         self._on_checked = on_checked
-        self._unchecked: frozenset[SnapshotId] = frozenset()
+        self._passed: SnapshotId | None = None
         self._stop_requested = threading.Event()
         self._checking = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-restored", initializer=yield_to_training
         )
 
     def is_unchecked(self, snapshot: SnapshotId) -> bool:
-        """Whether a sealed snapshot may be wrongly restored: nobody may resume from it."""
-        return snapshot in self._unchecked
+        """Whether a sealed snapshot may be wrongly restored: nobody may resume from it.
+
+        From the moment on at which it is sealed, also before `check_first` is called.
+        """
+        return snapshot != self._passed and self._is_of_restored(snapshot)
 
     def check_first(self, snapshot: SnapshotId, then: Callable[[SnapshotId], None]) -> None:
         """Call `then` with a sealed snapshot, once it is known not to be wrongly restored.
@@ -77,13 +80,21 @@ class RestoreCheck:
                 then, so that nobody resumes from it, and what it was restored from is kept.
         """
         restored = self._memory.committed
-        held = self._memory.held_ranks(restored)
-        if restored.step != snapshot.step or restored.generation >= snapshot.generation or not held:
+        if not self._is_of_restored(snapshot):
+            self._passed = snapshot
             then(snapshot)
             return
         self._stop_requested = threading.Event()
-        self._unchecked |= {snapshot}
         self._checking.submit(self._check, restored, snapshot, then, self._stop_requested)
+
+    def _is_of_restored(self, snapshot: SnapshotId) -> bool:
+        """Whether a snapshot was taken of what ranks have just restored, and can be compared."""
+        restored = self._memory.committed
+        return (
+            restored.step == snapshot.step
+            and restored.generation < snapshot.generation
+            and bool(self._memory.held_ranks(restored))
+        )
 
     def stop(self) -> None:
         """Give up what is under way: its generation is over."""
@@ -101,19 +112,17 @@ class RestoreCheck:
         then: Callable[[SnapshotId], None],
         stop: threading.Event,
     ) -> None:
-        try:
-            checked = self._outcome(restored, sealed, stop)
-            is_right = checked is not None and not checked.is_wrong and not stop.is_set()
-            if not is_right:
-                # Sealed by all, it would be the newest to resume from.
-                self._memory.discard(sealed)
-        finally:
-            self._unchecked -= {sealed}
+        checked = self._outcome(restored, sealed, stop)
+        if checked is None or checked.is_wrong or stop.is_set():
+            # Sealed by all, it would be the newest to resume from.
+            self._memory.discard(sealed)
+        else:
+            self._passed = sealed
         if checked is None or stop.is_set():
             return
         if checked.nbytes or checked.differing:
             self._on_checked(checked)
-        if is_right:
+        if not checked.is_wrong:
             then(sealed)
 
     def _outcome(

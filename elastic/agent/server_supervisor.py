@@ -93,7 +93,8 @@ class ServerSupervisor:
             try:
                 await asked.refresh()
             except ServerGone:
-                if asked is self._server:  # It may have been replaced meanwhile.
+                # It may have been replaced meanwhile, or its replacement may be starting.
+                if asked is self._server and not asked.is_closed:
                     self.record_death()
 
     def record_death(self) -> None:

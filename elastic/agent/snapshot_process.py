@@ -194,6 +194,11 @@ class SnapshotProcess:
         """Those of them whose parity is complete here."""
         return tuple(sorted(self._protected))
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing
+
     async def refresh(self) -> None:
         """Have the server report what it holds."""
         await self._ask(ReportHoldings())

@@ -165,6 +165,23 @@ def test_a_snapshot_that_cannot_be_committed_is_given_up_only_on_request() -> No
     assert discard(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1)).shards == {}
 
 
+def test_what_a_generation_does_not_resume_from_leaves_its_buffer_to_the_next_snapshot() -> None:
+    """Another rank had not sealed it: it can never be committed, and kept a third buffer."""
+    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
+    table = taken(table, 2)
+    table = commit(open_generation(table, 2), SnapshotId(1, 1))
+    table, _ = begin(table, SnapshotId(2, 1), 0, 100, 0)
+    assert table.nbytes == 200
+
+
+def test_what_the_next_generation_may_resume_from_is_kept_until_that_is_known() -> None:
+    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
+    table = pin(table, SnapshotId(1, 1))
+    table = open_generation(taken(table, 2), 2)
+    table = unpin(table, SnapshotId(1, 1))
+    assert (SnapshotId(1, 2), 0) in commit(table, SnapshotId(1, 2)).shards
+
+
 def test_tables_that_break_an_invariant_are_refused() -> None:
     table = taken(open_generation(SnapshotTable(), 1), 1)
     first = SnapshotId(1, 1), 0
