@@ -55,6 +55,9 @@ T = TypeVar("T")
 _END_OF_DATA = object()
 _NO_CALLBACKS = Callbacks()
 
+_FENCED_S = 2.0
+"""A node's copies are refused so long before its ranks are told that the generation closes."""
+
 
 class Job:
     """A training job as one worker sees it, created by `join`."""
@@ -335,7 +338,12 @@ class Job:
 
     def _is_from_generation_end(self, error: Exception) -> bool:
         """Whether the end of the generation caused an error, and not the training code."""
-        return is_peer_failure(error) or self._session.is_closing(self.world.generation)
+        generation = self.world.generation
+        if is_peer_failure(error) or self._session.is_closing(generation):
+            return True
+        return isinstance(error, SnapshotUnavailable) and self._session.wait_for_closing(
+            generation, _FENCED_S
+        )
 
     def _complete_step(self) -> None:
         self._state.position = Position(

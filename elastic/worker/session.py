@@ -158,10 +158,15 @@ class Session:
             self._changed.wait_for(lambda: self.stored_step >= step or self.is_closing(generation))
             return self.stored_step >= step
 
-    def wait_for_closing(self, generation: int) -> None:
-        """Block until the agent has declared this generation over."""
+    def wait_for_closing(self, generation: int, timeout_s: float | None = None) -> bool:
+        """Block until the agent has declared this generation over; return whether it has in time.
+
+        Args:
+            generation: the generation.
+            timeout_s: how long to wait at most; None waits for as long as it takes.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self.is_closing(generation))
+            return self._changed.wait_for(lambda: self.is_closing(generation), timeout_s)
 
     def wait_for_abort_order(self, generation: int) -> None:
         """Block until this rank may abort its collectives of a generation that something broke.

@@ -62,6 +62,7 @@ class Agent:
         self.said: list[object] = []
         self.aborting_generation = 0
         self.last_generation = 3
+        self.tells_late = False
         self.resume: SnapshotCommit | None = None
 
     def report(self, message: object) -> None:
@@ -87,6 +88,11 @@ class Agent:
         return generation <= self.aborting_generation
 
     is_aborting = is_closing
+
+    def wait_for_closing(self, generation: int, timeout_s: float | None = None) -> bool:
+        if self.tells_late:
+            self.aborting_generation = generation
+        return self.is_closing(generation)
 
     committed_step = -1
     stored_step = -1
@@ -285,6 +291,20 @@ def test_refused_copy_of_a_generation_that_goes_on_is_an_error_of_the_job(
     running.job._state._copies_synchronously = True
     with pytest.raises(SnapshotUnavailable, match="memory is short"), running.job:
         running.step(refusal="memory is short")
+
+
+def test_copy_that_is_refused_before_the_rank_is_told_of_the_abort_ends_the_generation(
+    running: Running,
+) -> None:
+    """The node's server is fenced first. The script failed, and that counted as its own error."""
+    running.job._state._copies_synchronously = True
+    with running.job as job:
+        assert running.step().completed
+        running.agent.tells_late = True
+        assert not running.step(refusal="generation 1 is fenced").completed
+        assert job.world.generation == 2
+        running.agent.tells_late = False
+        assert running.step().completed
 
 
 def test_last_copy_that_is_refused_because_the_generation_is_aborted_ends_the_generation(
