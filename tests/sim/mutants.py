@@ -591,7 +591,7 @@ def frees_what_it_is_asked_to_store(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank_assignment, "newest_told", lambda *_: None)
-    patch.setattr(opening, "newest_told", lambda *_: None)
+    patch.setattr(closing, "newest_told", lambda *_: None)
     patch.setattr(invariants, "_told", lambda _: set())
 
 
