@@ -239,10 +239,10 @@ def discard(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
 def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Take a snapshot as the one to resume from: everything older is freed, unless pinned.
 
-    One of an older generation is what this one resumes from. What older generations have sealed
-    after it, and not all of their ranks, is freed too: it can never be committed.
+    One of an older generation is what this one resumes from. Whatever older generations have sealed
+    after it is freed too: nobody resumes from that any more.
     """
-    if not table.committed <= snapshot or snapshot.generation >= table.generation:
+    if snapshot < table.committed or snapshot.generation >= table.generation:
         return _without_older(table, snapshot)
     left_behind = {
         key

@@ -79,11 +79,11 @@ class RestoreCheck:
                 not at all if the bytes differ, or `stop` comes first: the snapshot is forgotten
                 then, so that nobody resumes from it, and what it was restored from is kept.
         """
-        restored = self._memory.committed
         if not self._is_of_restored(snapshot):
             self._passed = snapshot
             then(snapshot)
             return
+        restored = self._memory.committed
         self._stop_requested = threading.Event()
         self._checking.submit(self._check, restored, snapshot, then, self._stop_requested)
 

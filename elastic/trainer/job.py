@@ -56,7 +56,7 @@ _END_OF_DATA = object()
 _NO_CALLBACKS = Callbacks()
 
 _FENCED_S = 2.0
-"""A node's copies are refused so long before its ranks are told that the generation closes."""
+"""For so long a node may refuse copies before its ranks are told that the generation closes."""
 
 
 class Job:

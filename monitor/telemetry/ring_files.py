@@ -73,14 +73,19 @@ def ring_paths(directory: Path) -> list[Path]:
     Raises:
         RingUnreadable: others could have put rings there, or in the directory above it.
     """
+    paths = [path for path in _files(directory) if _RING_NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return what is in a directory that only this user may write to. Raises as `ring_paths`."""
     try:
         for place in (directory.parent, directory):
             if reason := _foreign_reason(place):
                 raise RingUnreadable(f"{reason}: no ring is read from it")
-        paths = [directory / name for name in os.listdir(directory) if _RING_NAME.fullmatch(name)]
+        return [directory / name for name in os.listdir(directory)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def create_ring(identity: WorkerIdentity, sizes: RingSizes | None = None) -> Ring:
@@ -197,16 +202,12 @@ def _dead_files(directory: Path) -> list[tuple[Path, int]]:
     Raises:
         RingUnreadable: as `ring_paths` does.
     """
-    found = [(path, _dead_ring(path)) for path in ring_paths(directory)]
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    for path in (directory / name for name in sorted(names)):
+    found: list[tuple[Path, int | None]] = []
+    for path in sorted(_files(directory)):
         if unfinished := _UNFINISHED_NAME.fullmatch(path.name):
             if process_started(int(unfinished["process"])) != int(unfinished["started"]):
                 found.append((path, _inode(path)))
-        elif _REMOVED_NAME.fullmatch(path.name):
+        elif _RING_NAME.fullmatch(path.name) or _REMOVED_NAME.fullmatch(path.name):
             found.append((path, _dead_ring(path)))
     return [(path, inode) for path, inode in found if inode is not None]
 
@@ -231,7 +232,7 @@ def _dead_ring(path: Path) -> int | None:
 
 
 def _remove(path: Path, inode: int) -> bool:
-    """Remove the ring with this inode, but not one that a new worker has replaced it by."""
+    """Remove the file with this inode, but not a ring that a new worker has replaced it by."""
     if not _RING_NAME.fullmatch(path.name):
         path.unlink(missing_ok=True)  # Its name is never used again.
         return True

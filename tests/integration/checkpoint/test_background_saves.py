@@ -303,6 +303,15 @@ def test_the_interpreters_exit_finishes_the_save_in_progress(tmp_path: Path) -> 
     assert not psutil.pid_exists(pid)
 
 
+def run_script(script: str, directory: Path) -> str:
+    """Run a script that ends well; return what it has told on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 def test_failure_of_the_last_save_is_told_when_the_interpreter_exits(tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"
@@ -310,11 +319,8 @@ def test_failure_of_the_last_save_is_told_when_the_interpreter_exits(tmp_path: P
         "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=1)\n"
         "checkpoint.save(sys.argv[1], {'x': torch.zeros(3)}, step=1, block=False)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 1 was not stored: " in done.stderr
+    told = run_script(script, tmp_path)
+    assert "step 1 was not stored: " in told
 
 
 def test_a_blocking_save_waits_for_the_save_in_progress(tmp_path: Path) -> None:
@@ -327,9 +333,6 @@ def test_a_blocking_save_waits_for_the_save_in_progress(tmp_path: Path) -> None:
         "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=1, block=False)\n"
         "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=3)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 1 was not stored: rank 0: " in done.stderr
+    told = run_script(script, tmp_path)
+    assert "step 1 was not stored: rank 0: " in told
     assert [stored.step for stored in list_steps(str(tmp_path))] == [3, 2, 1]

@@ -51,7 +51,7 @@ def test_server_whose_replacement_starts_slowly_is_replaced_once(
     started: list[Server] = []
 
     async def scenario() -> None:
-        may_start, looks = asyncio.Event(), 0
+        may_start, is_lost = asyncio.Event(), asyncio.Event()
 
         async def start(*_: Any) -> Server:
             if started:
@@ -60,29 +60,25 @@ def test_server_whose_replacement_starts_slowly_is_replaced_once(
             return started[-1]
 
         async def next_look(_: float) -> None:
-            nonlocal looks
-            looks += 1
-            await asyncio.to_thread(lambda: None)
+            await asyncio.sleep(0)
 
         monkeypatch.setattr(SnapshotProcess, "start", start)
         monkeypatch.setattr(server_supervisor, "asyncio", LooksAtOnce(next_look))
-        supervisor = ServerSupervisor(cast(AgentConfig, Config()), lambda event: None, lambda: None)
+        supervisor = ServerSupervisor(cast(AgentConfig, Config()), lambda event: None, is_lost.set)
         await supervisor.start(b"secret")
         watching = asyncio.create_task(supervisor.watch())
         started[0].is_alive = False
-        while not supervisor.has_died:
-            await asyncio.to_thread(lambda: None)
+        await is_lost.wait()
         replacing = asyncio.create_task(supervisor.replace())
-        before = looks
-        while looks < before + 5:
-            await asyncio.to_thread(lambda: None)
+        for _ in range(20):  # Some looks at the server that has died.
+            await asyncio.sleep(0)
         may_start.set()
         await replacing
         assert not supervisor.has_died
         assert supervisor.server is cast(Any, started[1])
         started[1].is_alive = False
-        while not supervisor.has_died:
-            await asyncio.to_thread(lambda: None)
+        is_lost.clear()
+        await is_lost.wait()
         watching.cancel()
 
     asyncio.run(scenario())
