@@ -18,6 +18,7 @@ class LocalDigests:
         self._node = node
         self._state: DigestState = EMPTY_DIGEST_STATE
         self._digested_number = 0
+        # Of all ranks in the state, also of those that are absent now: the state keeps theirs.
         self._incarnations: dict[int, str] = {}
 
     def make(
@@ -36,8 +37,9 @@ class LocalDigests:
             for rank, incarnation in incarnations.items()
         )
         if has_new_writer:
-            self._state = EMPTY_DIGEST_STATE  # Positions begin again from 0.
-        self._incarnations = incarnations
+            # Positions begin again from 0.
+            self._state, self._incarnations = EMPTY_DIGEST_STATE, {}
+        self._incarnations.update(incarnations)
         records = [
             RankRecords(
                 rank=rank.state.rank,
