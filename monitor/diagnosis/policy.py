@@ -114,8 +114,9 @@ class PolicyCase:
         first_s: when it was first reported.
         last_s: when it was last reported.
         lost_s: seconds the job has lost by it since `first_s`, while it held.
-        alerted_s: when people were last alerted; -inf if never.
+        alerted_s: when people were last alerted or an action was decided; -inf if never.
         acted: what was done, if anything.
+        alerted_before_s: `alerted_s` before that action: valid again if it is not carried out.
     """
 
     verdict: Verdict
@@ -124,6 +125,7 @@ class PolicyCase:
     lost_s: float = 0.0
     alerted_s: float = -math.inf
     acted: ActionKind | None = None
+    alerted_before_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,13 +393,13 @@ def _charge_budget(
         Restart(state.now_s, rank, nodes.get(rank, ""), action.verdict.syndrome)
         for rank in action.ranks
     )
-    cases = {
-        **state.cases,
-        key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s),
-    }
+    case = state.cases[key]
+    acted_case = replace(
+        case, acted=action.kind, alerted_s=state.now_s, alerted_before_s=case.alerted_s
+    )
     return replace(
         state,
-        cases=cases,
+        cases={**state.cases, key: acted_case},
         replaced=(*state.replaced, *((state.now_s, node) for node in action.nodes)),
         restarted=(*state.restarted, *restarts),
     )
@@ -406,13 +408,15 @@ def _charge_budget(
 def revert_action(state: EnforcementState, action: EnforcementAction) -> EnforcementState:
     """Return the state without an action of the last `decide` that was not carried out.
 
-    It costs no budget, and is due again.
+    It costs no budget, is due again, and alerted nobody.
     """
     key = (action.subject, action.verdict.syndrome)
-    case = state.cases.get(key)
+    cases = dict(state.cases)
+    if key in cases:
+        cases[key] = replace(cases[key], acted=None, alerted_s=cases[key].alerted_before_s)
     return replace(
         state,
-        cases={**state.cases, key: replace(case, acted=None)} if case is not None else state.cases,
+        cases=cases,
         replaced=tuple(
             entry
             for entry in state.replaced

@@ -172,6 +172,22 @@ def test_replacement_that_was_not_carried_out_is_due_again() -> None:
     assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
 
 
+@pytest.mark.parametrize(("alerted_before", "alerts"), [(False, 1), (True, 0)])
+def test_reverted_action_counts_as_no_alert(*, alerted_before: bool, alerts: int) -> None:
+    restarting = EnforcementPolicy(mode=Mode.RESTART, sustained_s=0.0)
+    alerting = replace(restarting, mode=Mode.ALERT)
+    state = EnforcementState()
+    if alerted_before:
+        state, _ = decide(alerting, state, [hang_of(3)], NODES, 1.0, 4.0)
+    state, (refused,) = decide(restarting, state, [hang_of(3)], NODES, 1.0, 5.0)
+    assert refused.kind is ActionKind.RESTART_WORKER
+    state, done = revert_action(state, refused), []
+    for now_s in (6.0, 7.0, 8.0):
+        state, actions = decide(alerting, state, [hang_of(3)], NODES, 1.0, now_s)
+        done += [action.kind for action in actions]
+    assert done == [ActionKind.ALERT] * alerts
+
+
 def test_of_equal_losses_the_first_subject_by_name_is_acted_upon_first() -> None:
     hangs = [
         verdict(rank, Syndrome.NON_COMMUNICATION_HANG, math.inf, Advice.RESTART_WORKER)
