@@ -8,6 +8,7 @@ receives verdicts and actions of the generation that it reports itself.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ class RuntimeLink:
         policy_state: of an earlier daemon.
         blocking: calls the runtime.
         record_action: called with each action and its outcome.
+        wall_s: wall clock.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RuntimeLink:
         policy_state: EnforcementState,
         blocking: BlockingThread,
         record_action: Callable[[EnforcementAction, str], None],
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self.job_status: JobStatus | None = None
         """The last status of the job; None if there is no such job, or its runtime failed."""
@@ -71,9 +74,12 @@ class RuntimeLink:
         self._components = components
         self._blocking = blocking
         self._record_action = record_action
+        self._wall_s = wall_s
         self._state: _RuntimeState | None = None
         # Of the last reported generation: they remain valid while the runtime is unreachable.
         self._node_of_rank: tuple[int, Mapping[int, str]] = (0, {})
+        # Of the last reported job: when it began, by the wall clock and by the job's clock.
+        self._began: tuple[float, float] = (0.0, math.inf)
         # None at first: verdicts that an earlier daemon published may no longer hold.
         self._published: tuple[int, tuple[Verdict, ...]] | None = None
 
@@ -146,12 +152,25 @@ class RuntimeLink:
         status = self.job_status
         if status is not None and is_current:
             self._node_of_rank = status.generation, status.places()
-            began_s = status.began_at_s - time.time() + diagnosis_round.now_s
+            began_s = self._job_began_s(status.began_at_s, diagnosis_round.now_s)
             verdicts = begun_since(began_s, verdicts)
         generation, node_of_rank = self._node_of_rank
         if node_of_rank and generation == diagnosis_round.generation:
             return with_job_nodes(verdicts, node_of_rank), node_of_rank
         return verdicts, nodes
+
+    def _job_began_s(self, began_at_s: float, now_s: float) -> float:
+        """Return when the job began by the job's clock, given the wall clock of then.
+
+        Wall clocks are set back at times. The earliest of the results for a job holds: by a later
+        one, a fault would seem to be of an earlier run, and nothing would ever be done about it.
+        """
+        began_s = began_at_s - self._wall_s() + now_s
+        known_at_s, known_s = self._began
+        if known_at_s == began_at_s:
+            began_s = min(began_s, known_s)
+        self._began = began_at_s, began_s
+        return began_s
 
     async def _publish(
         self, verdicts: tuple[Verdict, ...], diagnosis_round: DiagnosisRound

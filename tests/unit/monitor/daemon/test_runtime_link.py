@@ -1,0 +1,102 @@
+"""Tests which verdicts a daemon passes on to the job's runtime."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from keepstep.monitor.contracts import JobStatus
+from keepstep.monitor.daemon.runtime_link import RuntimeLink
+from keepstep.monitor.daemon.settings import DaemonComponents
+from keepstep.monitor.daemon.threads import BlockingThread
+from keepstep.monitor.diagnosis.policy import EnforcementPolicy, EnforcementState, Mode
+from keepstep.monitor.verdicts import Verdict
+from keepstep.monitor.watch.component_faults import ComponentFaults
+from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
+from keepstep.monitor.watch.verdict_log import VerdictChanges
+from tests.integration.monitor.parts import Enforcer, FixedJobStatus, Probe, Publisher
+from tests.integration.monitor.sample import verdict
+
+NODES = dict.fromkeys(range(8), "node-a")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What holds in a round, by the job's clock `now_s` and the wall clock."""
+
+    now_s: float
+    wall_s: float
+    verdicts: tuple[Verdict, ...] = ()
+    began_at_s: float = 10_000.0
+
+
+def outcome(rounds: Sequence[Round]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the ranks of the verdicts that were published last, and of the enforced actions."""
+    current = rounds[0]
+
+    class Status(FixedJobStatus):
+        def job_status(self) -> JobStatus:
+            return replace(super().job_status(), began_at_s=current.began_at_s)
+
+    publisher, enforcer, faults = Publisher(), Enforcer(), ComponentFaults()
+    components = DaemonComponents(
+        probe=Probe(),
+        publisher=publisher,
+        job_status_source=Status(generation=1),
+        policy=EnforcementPolicy(Mode.RESTART, sustained_s=1.0),
+        enforcer=enforcer,
+    )
+    blocking = BlockingThread(faults)
+    link = RuntimeLink(
+        "run7",
+        components,
+        EnforcementState(),
+        blocking,
+        lambda _action, _outcome: None,
+        wall_s=lambda: current.wall_s,
+    )
+
+    async def handle() -> None:
+        nonlocal current
+        for current in rounds:
+            await link.refresh_status()
+            await link.handle(
+                DiagnosisRound(current.verdicts, current.now_s, VerdictChanges(), 1, NODES)
+            )
+
+    try:
+        asyncio.run(handle())
+    finally:
+        blocking.shutdown()
+    assert faults.counts == {}
+    published = [verdict.subject.ranks for verdict in publisher.published[-1]]
+    return published, [action.ranks for action, _ in enforcer.requested]
+
+
+def test_hang_is_enforced_though_the_wall_clock_went_back_after_the_job_began() -> None:
+    hang = (verdict(3, since_s=290.0),)
+    rounds = [
+        Round(200.0, 10_100.0),
+        Round(300.0, 9_600.0, hang),
+        Round(302.0, 9_602.0, hang),
+    ]
+    assert outcome(rounds) == ([(3,)], [(3,)])
+
+
+def test_hang_of_before_the_job_is_not_enforced_though_the_wall_clock_went_back() -> None:
+    hang = (verdict(3, since_s=90.0),)
+    rounds = [
+        Round(200.0, 10_100.0),
+        Round(300.0, 9_600.0, hang),
+        Round(302.0, 9_602.0, hang),
+    ]
+    assert outcome(rounds) == ([], [])
+
+
+def test_hang_of_the_job_before_is_not_enforced_on_the_next() -> None:
+    hang = (verdict(3, since_s=290.0),)
+    rounds = [
+        Round(200.0, 10_100.0),
+        Round(400.0, 10_300.0, hang, began_at_s=10_250.0),
+        Round(402.0, 10_302.0, hang, began_at_s=10_250.0),
+    ]
+    assert outcome(rounds) == ([], [])
