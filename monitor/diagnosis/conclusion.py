@@ -34,7 +34,7 @@ from keepstep.monitor.diagnosis.metrics import (
     judge_nodes,
 )
 from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
-from keepstep.monitor.diagnosis.pauses import PauseKind, learn_pauses
+from keepstep.monitor.diagnosis.pauses import PauseKind, learn_pauses, unmoved_ranks
 from keepstep.monitor.diagnosis.slowness import SlownessInputs, find_slow_ranks
 from keepstep.monitor.diagnosis.stalls import find_stalls
 from keepstep.monitor.diagnosis.standstill import HangInputs
@@ -43,6 +43,7 @@ from keepstep.monitor.diagnosis.subjects import group_subject
 from keepstep.monitor.diagnosis.tables import EMPTY, FRONTIER, RANK, Digest
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers
+from keepstep.monitor.diagnosis.waits import waiting_ranks
 from keepstep.monitor.records import Communicator, JobRecords, joined
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
@@ -81,6 +82,7 @@ class DiagnosisState:
         since_s: when each verdict that holds first appeared.
         first_step: highest step at the first reading in which some rank was in one; 0 before it.
         pauses: the longest pause of each kind that ended by itself, in seconds.
+        waiting: ranks that were seen to wait for others since they last moved.
         quiet: since when each rank's process has done nothing.
         slow_here: nodes whose ranks were slow without being blamed, with these ranks.
         slow_before: the same of earlier assignments of ranks.
@@ -99,6 +101,7 @@ class DiagnosisState:
     since_s: Mapping[_Key, float] = field(default_factory=dict)
     first_step: int = 0
     pauses: Mapping[PauseKind, float] = field(default_factory=dict)
+    waiting: frozenset[int] = frozenset()
     quiet: Mapping[int, QuietProcess] = field(default_factory=dict)
     slow_here: Mapping[str, frozenset[int]] = field(default_factory=dict)
     slow_before: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -197,7 +200,12 @@ def conclude(
     step = int(ranks["step"].max(initial=0))
     # Jobs may count their steps from any number, as one that goes on from a checkpoint does.
     first_step = past.first_step or step
-    pauses = learn_pauses(past.pauses, past.ranks, _blocked(past.frontiers) | stopped, ranks)
+    pauses = learn_pauses(past.pauses, past.ranks, past.waiting | stopped, ranks)
+    # The last member may begin an operation between two readings, or its node be read later than
+    # the others: then nobody seems to wait at the last reading before the operation ends.
+    waiting = waiting_ranks(frontiers, communicators) | (
+        past.waiting & unmoved_ranks(past.ranks, ranks)
+    )
     quiet = follow_processes(past.quiet, metrics, nodes, thresholds.hang)
     inputs = HangInputs(
         ranks=ranks,
@@ -250,17 +258,12 @@ def conclude(
         since_s=since_s,
         first_step=first_step,
         pauses=pauses,
+        waiting=waiting,
         quiet=quiet,
         slow_here=slow_here,
         slow_before=past.slow_before,
     )
     return next_state, verdicts
-
-
-def _blocked(frontiers: np.ndarray) -> frozenset[int]:
-    """Return the ranks that wait in an operation."""
-    is_blocked = (frontiers["open"] > 0) & ~frontiers["asynchronous"]
-    return frozenset(frontiers["rank"][is_blocked].tolist())
 
 
 def _keep_onset(

@@ -323,7 +323,7 @@ def _frontiers(
         )
         rows["peer"] = np.where(rows["direction"] > 0, first["peer"], -1)
     old = remembered.compress(np.isin(remembered["rank"], ranks))
-    is_known, old_index = _match_channels(rows, old)
+    is_known, old_index = match_channels(rows, old)
     rows["history"][is_known] = old["history"][old_index[is_known]]
     if len(operations):
         numbers = operations["number"]
@@ -375,8 +375,13 @@ def _lowest(chosen: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndar
     return has_chosen, lowest[has_chosen]
 
 
-def _match_channels(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which frontiers' channels are among those of others, and for these, their position."""
+def match_channels(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which frontiers' channels are among those of others, and for these, their position.
+
+    Args:
+        rows: dtype FRONTIER.
+        others: dtype FRONTIER, each channel once.
+    """
     if not len(rows) or not len(others):
         return np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
     both = joined([rows, others])

@@ -59,7 +59,7 @@ def learn_pauses(
     Args:
         past: as returned by the last call.
         before: the ranks at the last reading, dtype RANK, ascending by rank.
-        waiting: ranks that waited for others then, or were stopped.
+        waiting: ranks that waited for others since they last moved, or were stopped.
         after: the ranks now.
     """
     _, old, new = np.intersect1d(before["rank"], after["rank"], return_indices=True)
@@ -73,6 +73,16 @@ def learn_pauses(
         if len(of_kind):
             longest_s[kind] = max(longest_s.get(kind, 0.0), float(of_kind.max()))
     return longest_s
+
+
+def unmoved_ranks(before: np.ndarray, after: np.ndarray) -> frozenset[int]:
+    """Return the ranks that have begun and ended nothing from one reading to the next.
+
+    Arguments as for `learn_pauses`.
+    """
+    _, old, new = np.intersect1d(before["rank"], after["rank"], return_indices=True)
+    is_still = after["moved_s"][new] == before["moved_s"][old]
+    return frozenset(before["rank"][old[is_still]].tolist())
 
 
 def _kinds(rows: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from keepstep.monitor.diagnosis.digest import match_channels
 from keepstep.monitor.records import Communicator, Operation
 
 
@@ -104,6 +105,82 @@ def wait_for(
         stuck=tuple(operations[position] for position in stuck),
         cycle=_cycle(unresolved[0], operations, open_of_rank) if unresolved else (),
     )
+
+
+def waiting_ranks(
+    frontiers: np.ndarray, communicators: Mapping[int, Communicator]
+) -> frozenset[int]:
+    """Return the ranks that wait for others in an operation.
+
+    A rank may compute during an asynchronous operation. It counts as waiting there while some
+    member has not begun the operation. The member that begins last has never such an operation
+    open in that communicator, so the rank that holds up the others does not count.
+
+    Takes n log n time in the number of frontiers: called in every round, also of a healthy job.
+
+    Args:
+        frontiers: dtype FRONTIER, of all ranks; each channel once.
+        communicators: of the job.
+    """
+    is_open = frontiers["open"] > 0
+    is_asynchronous = is_open & frontiers["asynchronous"]
+    is_waiting = is_open & ~frontiers["asynchronous"]
+    is_collective = frontiers["direction"] == 0
+    calls = np.flatnonzero(is_asynchronous & is_collective)
+    if len(calls):
+        least_begun = _least_begun(
+            frontiers["communicator"][is_collective],
+            frontiers["began"][is_collective],
+            communicators,
+            frontiers["communicator"][calls],
+        )
+        is_waiting[calls] = frontiers["open"][calls] > least_begun
+    calls = np.flatnonzero(is_asynchronous & ~is_collective & (frontiers["peer"] >= 0))
+    if len(calls):
+        is_waiting[calls] = frontiers["open"][calls] > _begun_by_peer(frontiers, calls)
+    return frozenset(frontiers["rank"][is_waiting].tolist())
+
+
+def _least_begun(
+    identity: np.ndarray,
+    began: np.ndarray,
+    communicators: Mapping[int, Communicator],
+    wanted: np.ndarray,
+) -> np.ndarray:
+    """Return for each wanted communicator the highest number that all of its members have begun.
+
+    Args:
+        identity: communicator of each frontier of collectives, of all ranks.
+        began: the highest number that its rank has begun there.
+        communicators: of the job; members of others are those that have frontiers.
+        wanted: communicators that have frontiers.
+    """
+    identities, index, counts = np.unique(identity, return_inverse=True, return_counts=True)
+    least = np.full(len(identities), np.iinfo(np.uint64).max, np.uint64)
+    np.minimum.at(least, index, began)
+    known = (communicators.get(identity) for identity in identities.tolist())
+    sizes = np.array([len(communicator.ranks) if communicator else 0 for communicator in known])
+    least[counts < sizes] = 0
+    least_begun: np.ndarray = least[np.searchsorted(identities, wanted)]
+    return least_begun
+
+
+def _begun_by_peer(frontiers: np.ndarray, calls: np.ndarray) -> np.ndarray:
+    """Return the highest number that the other side of each message has begun.
+
+    Args:
+        frontiers: dtype FRONTIER, of all ranks.
+        calls: positions of the frontiers of messages.
+    """
+    messages = frontiers.compress(frontiers["direction"] > 0)
+    sides = frontiers.take(calls)
+    peers = sides.copy()
+    peers["rank"], peers["peer"] = sides["peer"], sides["rank"]
+    is_send = sides["direction"] == Operation.SEND
+    peers["direction"] = np.where(is_send, Operation.RECEIVE, Operation.SEND)
+    is_known, position = match_channels(peers, messages)
+    begun: np.ndarray = np.where(is_known, messages["began"][position], 0)
+    return begun
 
 
 def _collectives(

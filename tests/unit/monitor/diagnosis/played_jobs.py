@@ -71,6 +71,7 @@ def steps(
     after: Phase | None = None,
     routed_nbytes: Seconds = none,
     reduces: Callable[[int], bool] = lambda _step: True,
+    asynchronous: bool = False,
     per_node: int = 2,
 ) -> Trace:
     """Return a job whose ranks load data, work, reduce, and perhaps do something after the step.
@@ -86,6 +87,7 @@ def steps(
         after: the phase that is recorded for it, if any.
         routed_nbytes: payload of an all-to-all in the middle of the work; 0: there is none.
         reduces: whether ranks reduce in a step.
+        asynchronous: whether they call the all-reduce asynchronously, as DDP and FSDP do.
         per_node: ranks on a node.
     """
     world = tuple(range(ranks))
@@ -113,8 +115,9 @@ def steps(
             ended_s = max(arrive_s.values()) + 0.05
             for rank in world:
                 trace.operation(
-                    rank, "world", Operation.ALL_REDUCE, arrive_s[rank], ended_s, step=step
-                )
+                    rank, "world", Operation.ALL_REDUCE, arrive_s[rank], ended_s, step=step,
+                    asynchronous=asynchronous,
+                )  # fmt: skip
                 arrive_s[rank] = ended_s
         for rank in world:
             if marks_steps:

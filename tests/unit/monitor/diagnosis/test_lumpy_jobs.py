@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
+from keepstep.monitor.diagnosis.pauses import PauseKind
 from keepstep.monitor.diagnosis.policy import ActionKind
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Phase
@@ -182,6 +183,26 @@ def test_hang_is_told_in_seconds_and_acted_on_with_proof() -> None:
     assert 30.0 <= restarted_s - hung_s <= 45.0
     assert len(played.interventions) == 1
     assert len(played.alerts) == 1
+
+
+@pytest.mark.parametrize("save_s", [120.0, 120.23])
+def test_hang_is_acted_on_as_soon_after_ranks_waited_asynchronously_for_a_save_of_rank_0(
+    save_s: float,
+) -> None:
+    """After 120.23 s, rings are read once in the all-reduce that all have begun."""
+    trace = steps(
+        30,
+        hangs_at(30),
+        after=Phase.CHECKPOINT,
+        after_s=lambda rank, step: save_s if (rank, step) == (0, 15) else 0.0,
+        asynchronous=True,
+    )
+    hung_s = float(trace.rows[0][-1][1]["enqueued_s"])
+    played = play(trace, until_s=hung_s + 60)
+    assert played.state.pauses[PauseKind.STEP] < 1.0
+    restarted_s = played.first_s(ActionKind.RESTART_WORKER)
+    assert 30.0 <= restarted_s - hung_s <= 45.0
+    assert len(played.interventions) == 1
 
 
 def test_hang_of_a_stopped_process_is_alerted_at_once_and_acted_on_with_proof() -> None:
