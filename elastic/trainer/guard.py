@@ -18,8 +18,11 @@ class Guard:
     It may be entered again: `while not guard.completed: with guard: ...` after the loop.
     """
 
-    def __init__(self, recover: Callable[[BaseException], bool]) -> None:
+    def __init__(
+        self, recover: Callable[[BaseException], bool], note_completed: Callable[[], None]
+    ) -> None:
         self._recover = recover
+        self._note_completed = note_completed
         self.completed = False
 
     def __enter__(self) -> Self:
@@ -33,4 +36,7 @@ class Guard:
         trace: TracebackType | None,
     ) -> bool:
         self.completed = error is None
-        return error is not None and self._recover(error)
+        if error is not None:
+            return self._recover(error)
+        self._note_completed()
+        return False

@@ -268,7 +268,7 @@ class Job:
 
         All ranks must run the same collectives in it, as in a step.
         """
-        return Guard(self._recover_in_guard)
+        return Guard(self._recover_in_guard, self._passes.complete_guard)
 
     def stop(self) -> None:
         """End the pass over the data after the next step that begins, on all ranks alike.
@@ -418,20 +418,15 @@ class Job:
         rolls_back = comparison.differing and self._replicas.rolls_back
         return ReplicasDiverged(comparison.finding) if rolls_back else None
 
-    def _enter(self, newer_than: int, final: Position | None = None) -> None:
+    def _enter(self, newer_than: int) -> None:
         """Enter the next generation; if it fails before it runs, enter the one after it.
 
         Args:
             newer_than: the last generation that was entered.
-            final: as for `_recover`.
         """
         while True:
             assignment = self._session.wait_for_assignment(newer_than)
             newer_than = assignment.generation
-            resume = assignment.resume
-            if final is not None and resume is not None and resume.snapshot.step < final.step:
-                # All ranks see it here at the same time; later, one after the other would.
-                self._restart_script("the last steps must be computed again")
             sizes = self._mesh.sizes(assignment.world_size)
             if sizes is None:
                 self._wait_for_other_ranks(assignment)
@@ -479,17 +474,20 @@ class Job:
                 log.warning("%s", rejected)
             self._events.reject(rejected)
 
-    def _recover(self, error: BaseException | None, final: Position | None = None) -> None:
+    def _recover(self, error: BaseException | None) -> None:
         """Leave the current generation and enter the next one.
 
         Args:
             error: what has ended the generation; None if it ends in good order.
-            final: the position after the loop, if it is over.
         """
+        self._enter(self._leave(error))
+
+    def _leave(self, error: BaseException | None) -> int:
+        """Leave the current generation, as in `_recover`, and return its number."""
         generation = self.world.generation
         self._events.leave(self.steps, time.monotonic())
         self._state.end(generation, error)
-        self._enter(generation, final)
+        return generation
 
     def _recover_in_guard(self, error: BaseException) -> bool:
         """Recover from a failure outside of a step; False if the error is the loop's own."""
@@ -501,6 +499,8 @@ class Job:
         # After a `break`, a process that is new computes the next step, and not what is guarded.
         if self._passes.was_left_early(before) or (was_over and self._state.position != before):
             self._restart_script("the last steps must be computed again")
+        if self._passes.was_guarded:
+            self._restart_script("ranks that are new run the guards after the loop again")
         return True
 
     def _finish(self) -> None:
@@ -522,27 +522,27 @@ class Job:
                     raise
                 error = broken
             if error is not None:
-                generation = self._recover_to(final, error)
-            while not self._state.snapshots.commit_final_snapshot(
+                self._recover_after_loop(error)
+            if not self._state.snapshots.commit_final_snapshot(
                 final, partial(self._session.wait_for_commit, generation=generation)
             ):
-                generation = self._recover_to(final)
+                self._recover_after_loop()
         self._session.report(Finishing(step=final.step))
-        while self._checkpoint is not None and final.step > 0:
-            if self._session.wait_for_stored(final.step, generation):
-                break
-            generation = self._recover_to(final)
-            self._session.report(Finishing(step=final.step))
+        if self._checkpoint is not None and final.step > 0:
+            if not self._session.wait_for_stored(final.step, generation):
+                self._recover_after_loop()
 
-    def _recover_to(self, final: Position, error: Exception | None = None) -> int:
-        """Recover after the loop has ended: possible only if no step must be computed again."""
-        self._recover(error, final)
-        # A process that is new does not know that the loop was left before the end of its data.
-        if self._state.position != final or self._passes.has_more(final):
-            self._restart_script("the last steps must be computed again")
-        return self.world.generation
+    def _recover_after_loop(self, error: Exception | None = None) -> NoReturn:
+        """Recover after the loop has ended: as a new process.
 
-    def _restart_script(self, reason: str) -> None:
+        A process that replaces a lost one calls all collectives of the script's end again, and
+        those of guards after the loop: this one would wait beyond them, or call others.
+        """
+        # All ranks see the next generation at the same time; later, one after the other would.
+        self._session.wait_for_assignment(self._leave(error))
+        self._restart_script("its loop was over, and ranks that are new run its end again")
+
+    def _restart_script(self, reason: str) -> NoReturn:
         """Exit, so that the agent runs the script from its beginning.
 
         Needed when the script's loop has already passed the position of the restored state.

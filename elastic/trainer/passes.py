@@ -22,6 +22,7 @@ class Passes:
         self._lengths: list[int] = []
         self._current: DataPass[Any] | None = None
         self._is_loop_left = False
+        self._was_guarded = False
         self._stop_request: StopRequest | None = None
 
     @property
@@ -43,11 +44,20 @@ class Passes:
         """Begin a pass, made with `count` and `end`."""
         self._lengths.append(data.end - data.begin)
         self._current = data
-        self._is_loop_left = False
+        self._is_loop_left = self._was_guarded = False
 
     def leave_loop(self) -> None:
         """Note that the loop over the current pass is over, also by `break` or an error."""
         self._is_loop_left = True
+
+    def complete_guard(self) -> None:
+        """Note that a guard was completed."""
+        self._was_guarded = self._is_loop_left
+
+    @property
+    def was_guarded(self) -> bool:
+        """Whether a guard was completed after the loop over the current pass."""
+        return self._was_guarded
 
     def is_over(self, position: Position) -> bool:
         """Whether a position is at the end of the current pass."""

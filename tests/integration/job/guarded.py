@@ -83,5 +83,10 @@ with keepstep.join(build) as job:
     guard = job.guard()
     while not guard.completed:
         with guard:
-            die_once("in-last-guard")
+            die_once("in-first-guard-after-the-loop")
             write("at last", job.steps, evaluate().hex())
+    guard = job.guard()
+    while not guard.completed:
+        with guard:
+            die_once("in-last-guard")
+            write("at the very last", job.steps, evaluate().hex())

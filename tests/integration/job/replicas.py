@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 from keepstep.elastic.trainer.replicas import ReplicaCheck
+from keepstep.elastic.worker.session import Session
 
 # A rank that is alone on its node would take a thread per core, and sum in another order.
 torch.set_num_threads(1)
 options = json.loads(sys.argv[1])
 was_damaged = Path(options["log"]) / "damaged"
 
-if options.get("lost_in_last_comparison"):
-    run_if_due = ReplicaCheck.run_if_due
 
-    def run_unless_lost(self: ReplicaCheck, step: int, **arguments: Any) -> Any:
-        """Lose rank 1 of the first generation when the state after the last step is compared."""
+
+def lose_rank_1(owner: type, name: str, is_time: Callable[..., bool]) -> None:
+    """Lose rank 1 of the first generation when it calls a method of the job's end."""
+    method = getattr(owner, name)
+
+    def call_unless_lost(self: Any, *arguments: Any, **named: Any) -> Any:
         place = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"])
-        if step == options["steps"] and place == ("0", "1"):
+        if place == ("0", "1") and is_time(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
-        return run_if_due(self, step, **arguments)
+        return method(self, *arguments, **named)
 
-    ReplicaCheck.run_if_due = run_unless_lost  # type: ignore[method-assign]
+    setattr(owner, name, call_unless_lost)
+
+
+match options.get("lost_when_last_step_is"):
+    case "compared":
+        lose_rank_1(ReplicaCheck, "run_if_due", lambda step: step == options["steps"])
+    case "committed":
+        lose_rank_1(Session, "wait_for_commit", lambda *_: True)
+    case "stored":
+        lose_rank_1(Session, "wait_for_stored", lambda *_: True)
 
 
 def build(world: keepstep.World) -> keepstep.State:
@@ -59,6 +72,7 @@ with keepstep.join(
     snapshot_every=options.get("snapshot_every", 1),
     compare_replicas_every=options.get("compare_every", 5),
     on_divergence=options.get("on_divergence", "report"),
+    checkpoint=options.get("checkpoint"),
 ) as job:
     for points, values in job.batches(Points(), global_batch=16, steps=options["steps"]):
         with job.step():

@@ -189,16 +189,19 @@ def test_damage_in_the_last_step_does_not_reach_the_final_snapshot(
     assert sums(tmp_path)[18] == undisturbed[18]
 
 
-def test_worker_lost_while_the_last_step_is_compared_is_replaced(
-    tmp_path: Path, undisturbed: dict[int, list[int]]
+@pytest.mark.parametrize("moment", ["compared", "committed", "stored"])
+def test_worker_lost_after_the_last_step_is_replaced_and_all_ranks_end_the_job_together(
+    tmp_path: Path, undisturbed: dict[int, list[int]], moment: str
 ) -> None:
+    """One that is new compares, commits and stores: ranks that had done a part of it hung."""
     status, output, _ = run(
         tmp_path,
         parallel=True,
-        lost_in_last_comparison=True,
+        lost_when_last_step_is=moment,
         steps=18,
-        snapshot_every=50,
+        snapshot_every=50 if moment == "compared" else 1,
         on_divergence="roll back",
+        checkpoint=f"file://{tmp_path}/checkpoints" if moment == "stored" else None,
     )
     assert status == 0, output
     assert "Traceback" not in output, output
