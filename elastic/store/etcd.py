@@ -10,7 +10,8 @@ expired, or a restarted member no longer knows it, the client authenticates agai
 
 Promises beyond the contract: calls fail over between endpoints; a watch continues after the last
 revision delivered, on any endpoint that answers; a member without a leader ends the watch instead
-of keeping it open without changes (`hasleader`).
+of keeping it open without changes (`hasleader`). A watch goes along when calls leave an endpoint: a
+member whose disk hangs keeps watches open, renews leases through its leader, and shows nothing.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 256 * 2**20),
     ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 2000),
+    # A channel that carries nothing but a watch sends no data: after two pings, the default, gRPC
+    # would ask no more, or once a minute, and the death of the member's host go unnoticed.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
@@ -122,6 +126,7 @@ class EtcdStore:
             _open(endpoint, address.access, credentials) for endpoint in address.endpoints
         ]
         self._current = 0
+        self._watches: dict[Any, _Endpoint] = {}
 
     @classmethod
     async def connect(
@@ -236,6 +241,9 @@ class EtcdStore:
                     raise
                 log.debug("watch on %s broke: %s", endpoint.address, details)
                 self._switch_endpoint(endpoint)
+            except asyncio.CancelledError:
+                _end_if_cancelled()
+                log.debug("the watch on %s goes along to another endpoint", endpoint.address)
             # However it ended: a member may cancel every watch for a reason that is not known here.
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
@@ -251,6 +259,7 @@ class EtcdStore:
             key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
         )
         call = endpoint.watch.Watch(metadata=(("hasleader", "true"), *self._token))
+        self._watches[call] = endpoint
         try:
             await call.write(rpc_pb2.WatchRequest(create_request=create))
             while (reply := await call.read()) is not grpc.aio.EOF:
@@ -265,6 +274,7 @@ class EtcdStore:
                 for changes in _by_revision(reply.events):
                     yield changes
         finally:
+            del self._watches[call]
             call.cancel()
 
     async def _call(
@@ -298,12 +308,12 @@ class EtcdStore:
                     continue
                 if error.code() not in _TRANSIENT:
                     raise UsageError(f"etcd at {endpoint.address} refused: {details}") from error
+                self._switch_endpoint(endpoint)
                 if is_write and not any(text in details for text in _NOT_APPLIED):
                     raise StoreUnavailable(
                         f"etcd at {endpoint.address} did not confirm a write ({details})",
                         unknown=True,
                     ) from None
-                self._switch_endpoint(endpoint)
             if time.monotonic() + backoff_s > until_s:
                 raise StoreUnavailable(
                     f"no answer from etcd at {', '.join(self._address.endpoints)} "
@@ -348,8 +358,12 @@ class EtcdStore:
 
     def _switch_endpoint(self, failed: _Endpoint) -> None:
         """Use the next endpoint from now on, unless another call has already switched."""
-        if self._endpoints[self._current] is failed:
-            self._current = (self._current + 1) % len(self._endpoints)
+        if self._endpoints[self._current] is not failed or len(self._endpoints) == 1:
+            return
+        self._current = (self._current + 1) % len(self._endpoints)
+        for call, endpoint in self._watches.items():
+            if endpoint is failed:
+                call.cancel()
 
 
 def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:

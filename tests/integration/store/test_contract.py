@@ -5,7 +5,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import grpc
+import grpc.aio
 import psutil
 import pytest
 
@@ -16,6 +19,7 @@ from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.memory import MemoryStore
+from tests.integration.store.cluster import EtcdCluster
 from tests.patience import patient
 
 SECRET = b"the secret of this test"
@@ -176,6 +180,67 @@ def test_calls_and_watches_fail_over_to_an_endpoint_that_answers(
         await store.close()
 
     asyncio.run(scenario())
+
+
+class HangingMember(grpc.GenericRpcHandler):  # type: ignore[misc] - grpc has no types
+    """A member whose disk hangs: it answers reads, keeps watches open, and confirms no write."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._channel = grpc.aio.insecure_channel(endpoint)
+
+    def service(self, details: Any) -> Any:
+        if details.method != "/etcdserverpb.KV/Range":
+            return grpc.stream_stream_rpc_method_handler(self._answer_nothing)
+        read = self._channel.unary_unary(details.method)
+
+        async def pass_on(request: bytes, _: object) -> Any:
+            return await read(request)
+
+        return grpc.unary_unary_rpc_method_handler(pass_on)
+
+    async def _answer_nothing(self, _: object, __: object) -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+@asynccontextmanager
+async def hanging_member(endpoint: str) -> AsyncIterator[str]:
+    server, member = grpc.aio.server(), HangingMember(endpoint)
+    server.add_generic_rpc_handlers((member,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+        await member.close()
+
+
+def test_calls_and_watches_leave_a_member_whose_disk_hangs() -> None:
+    """Leases are renewed through it, and nothing is shown: a leader there decided nothing more."""
+
+    async def scenario(cluster: EtcdCluster) -> None:
+        (sound,) = cluster.clients
+        async with hanging_member(sound) as hanging:
+            store = await EtcdStore.connect(parse_address(f"etcd://{hanging},{sound}"))
+            watch = store.watch("/t/", (await store.read("/t/")).revision)
+            watching = asyncio.ensure_future(anext(watch))
+            with pytest.raises(StoreUnavailable, match="did not confirm") as unconfirmed:
+                await store.commit((), (Put("/t/a", b"1"),))
+            assert unconfirmed.value.unknown
+            await store.commit((), (Put("/t/a", b"2"),))
+            async with asyncio.timeout(patient(30)):
+                batch = await watching
+            assert not isinstance(batch, Reset)
+            assert [change.value.value for change in batch if change.value] == [b"2"]
+            await watch.aclose()
+            await store.close()
+
+    with EtcdCluster(1) as cluster:
+        asyncio.run(scenario(cluster))
 
 
 def test_error_for_an_unreachable_coordinator_names_it_and_a_remedy() -> None:
