@@ -182,6 +182,11 @@ class SnapshotProcess:
             raise JobFailed(
                 f"the snapshot server of node {node} did not start (its output is above)"
             ) from error
+        except asyncio.CancelledError:
+            # Nothing waits for it: the next server of this directory must not find this one there.
+            process.kill()
+            await self.close()
+            raise
         return self
 
     @property

@@ -5,6 +5,7 @@ import secrets
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from keepstep.checkpoint.server.limits import RateLimits
@@ -35,5 +36,31 @@ def test_server_that_hangs_is_ended_and_its_agent_informed(
                 await server.refresh()
         finally:
             await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_server_whose_start_is_cancelled_ends_and_another_one_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    """It went on, and the next one found its socket in the way."""
+
+    async def start() -> SnapshotProcess:
+        return await SnapshotProcess.start(
+            "a", 1, tmp_path, "127.0.0.1", secrets.token_bytes(32), lambda _: None, RateLimits()
+        )
+
+    async def scenario() -> None:
+        for _ in range(2):
+            starting = asyncio.create_task(start())
+            while not (children := psutil.Process().children()):
+                await asyncio.sleep(0)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            assert not any(child.is_running() for child in children)
+        server = await start()
+        await server.refresh()
+        await server.close()
 
     asyncio.run(scenario())
