@@ -98,7 +98,6 @@ class GenerationFollower:
             await self._node.worker_group.enter(assignments)
         await self._snapshots.server.refresh()
         membership.update(
-            store_port=self._store_socket.port,
             generation=generation.generation,
             phase=NodePhase.STARTING,
             failure=None,
@@ -118,6 +117,8 @@ class GenerationFollower:
         """Enter as the node of rank 0, at whose announced port the generation meets."""
         # The port serves one generation's torch store; the next generation gets another.
         with self._store_socket.take() as listening:
+            # At once: however entering ends, the record must not name the port that is taken.
+            self._node.membership.update(store_port=self._store_socket.port)
             if self._node.config.command.kind is CommandKind.PROGRAM:
                 listening.close()  # A program serves its rendezvous itself.
                 await self._node.worker_group.enter(assignments)

@@ -15,6 +15,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent import supervisor
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from keepstep.elastic.agent.participation import Participation
+from keepstep.elastic.agent.snapshot_process import ServerGone
 from keepstep.elastic.cli.main import run
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.records import (
@@ -103,20 +104,50 @@ def test_node_that_is_alone_orders_its_workers_once_to_abort_if_they_wait_for_th
     play(scenario())
 
 
+class Server:
+    """A snapshot server that holds nothing."""
+
+    address, local_address, secret = "unix:/none", "unix:/none", bytes(16)
+    sealed = protected = ()
+
+    async def open_generation(self, generation: Generation) -> None: ...
+
+    async def commit(self, snapshot: SnapshotId) -> None: ...
+
+    async def refresh(self) -> None: ...
+
+
+class DyingServer(Server):
+    async def refresh(self) -> None:
+        raise ServerGone("the snapshot server has ended")
+
+
+def next_generation(node: Node) -> Generation:
+    member = Member("a", "127.0.0.1", 1, 0, "127.0.0.1:1", "unix:/none")
+    return Generation(2, (member,), "127.0.0.1", node.follower._store_socket.port, "worker lost")
+
+
+def test_port_of_the_next_store_is_recorded_though_the_snapshot_server_dies_at_the_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record named the port that was in use, and the generation after this one failed."""
+
+    async def scenario() -> None:
+        async with running(tmp_path, awaits_order=False) as node:
+            monkeypatch.setattr(NodeSnapshots, "server", property(lambda _: DyingServer()))
+            await node.until(lambda: node.group.workers[0].has_joined)
+            with pytest.raises(ServerGone):
+                await node.follower._enter(next_generation(node))
+            record = node.participation._node.membership.record
+            assert record.store_port == node.follower._store_socket.port
+
+    play(scenario())
+
+
 def test_workers_of_a_new_generation_are_told_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is new would wait for ever for the end of a job whose last step is stored."""
-
-    class Server:
-        address, local_address, secret = "unix:/none", "unix:/none", bytes(16)
-        sealed = protected = ()
-
-        async def open_generation(self, generation: Generation) -> None: ...
-
-        async def commit(self, snapshot: SnapshotId) -> None: ...
-
-        async def refresh(self) -> None: ...
 
     async def scenario() -> None:
         async with running(tmp_path, awaits_order=False) as node:
@@ -128,9 +159,7 @@ def test_workers_of_a_new_generation_are_told_what_is_stored(
             await node.until(lambda: node.group.workers[0].has_joined)
             await part._snapshots.follow()
             assert node.group.workers[0].stored == (30, 1)
-            member = Member("a", "127.0.0.1", 1, 0, "127.0.0.1:1", "unix:/none")
-            port = node.follower._store_socket.port
-            await node.follower._enter(Generation(2, (member,), "127.0.0.1", port, "worker lost"))
+            await node.follower._enter(next_generation(node))
             assert node.group.workers[0].stored == (-1, 0)
             await node.until(lambda: node.group.workers[0].has_joined)
             await part._snapshots.follow()
