@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from keepstep.elastic.errors import JobFailed
+from keepstep.elastic.errors import JobFailed, StoreUnavailable
 from keepstep.elastic.rendezvous.records import Eviction
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Delete, Modified, Store
@@ -25,8 +27,11 @@ from keepstep.processes import module_command
 
 log = logging.getLogger("keepstep")
 
+T = TypeVar("T")
+
 _DOCTOR_TIMEOUT_S = 300.0
 
+_OUTAGE_POLL_S = 0.5
 _FIRST_PAUSE_S = 60.0
 _PAUSE_FACTOR = 4.0
 _MOST_PAUSE_S = 3600.0
@@ -83,6 +88,7 @@ async def return_after_eviction(
     node: str,
     directory: Path,
     pause_s: float,
+    outage_s: float,
     check: NodeCheck = run_doctor,
 ) -> bool:
     """Wait, then let a node that has left the job return if it was evicted and is well.
@@ -93,6 +99,7 @@ async def return_after_eviction(
         node: name of the node.
         directory: directory for files of the check.
         pause_s: how long to wait before.
+        outage_s: for how long the coordinator may be away.
         check: examines the node.
 
     Returns:
@@ -104,24 +111,38 @@ async def return_after_eviction(
         StoreUnavailable: the coordinator is gone.
     """
     keys = Keys(job)
-    own = [i for i in (await store.read(keys.eviction(node))).items if i.key == keys.eviction(node)]
+    evictions = await _outlast(lambda: store.read(keys.eviction(node)), outage_s)
+    own = [item for item in evictions.items if item.key == keys.eviction(node)]
     if not own or not Eviction.decode(own[0].value).may_return:
         return False
     if pause_s:
         log.warning("node %s was evicted again; it is checked in %.0f s", node, pause_s)
         await asyncio.sleep(pause_s)
-    if not await _runs(store, keys):
+    if not await _outlast(lambda: _runs(store, keys), outage_s):
         return False
-    await readmit(store, job, node, directory, check)
+    await _outlast(lambda: readmit(store, job, node, directory, check), outage_s)
     # To join a job that has ended would begin it anew.
-    return await _runs(store, keys)
+    return await _outlast(lambda: _runs(store, keys), outage_s)
 
 
 async def _runs(store: Store, keys: Keys) -> bool:
-    """Whether a job has nodes and no result."""
-    nodes = await store.read(keys.node(), limit=1)
+    """Whether a job has begun and has no result; after an outage its nodes may be yet to join."""
+    secret = await store.read(keys.single("secret"), limit=1)
     result = await store.read(keys.single("result"), limit=1)
-    return bool(nodes.items) and not result.items
+    return bool(secret.items) and not result.items
+
+
+async def _outlast(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
+    """Repeat a call, which may be repeated, until the coordinator answers, or for `outage_s`."""
+    until_s = time.monotonic() + outage_s
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            if time.monotonic() > until_s:
+                raise
+            log.debug("%s; trying again", error)
+            await asyncio.sleep(_OUTAGE_POLL_S)
 
 
 async def readmit(

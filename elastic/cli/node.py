@@ -169,6 +169,7 @@ async def _take_part(
                 config.node,
                 config.run_directory,
                 pause_before_return_s(returned),
+                config.policy.quorum_timeout_s,
             )
         )
         stop.connect(None, returning)

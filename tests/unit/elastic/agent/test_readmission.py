@@ -11,10 +11,10 @@ from keepstep.elastic.agent.readmission import (
     readmit,
     return_after_eviction,
 )
-from keepstep.elastic.errors import JobFailed
+from keepstep.elastic.errors import JobFailed, StoreUnavailable
 from keepstep.elastic.rendezvous.records import Eviction, Result
 from keepstep.elastic.rendezvous.view import Keys
-from keepstep.elastic.store.contract import Put
+from keepstep.elastic.store.contract import Listing, Put
 from keepstep.elastic.store.memory import MemoryStore
 
 KEYS = Keys("job")
@@ -73,7 +73,7 @@ def test_eviction_of_another_node_is_kept_even_if_the_names_have_a_common_prefix
 
 
 MAY_RETURN = {KEYS.eviction("b"): Eviction("slow", may_return=True).encode()}
-RUNS = {KEYS.node("a"): b"{}"}
+RUNS = {KEYS.single("secret"): b"s" * 32}
 OVER = {KEYS.single("result"): Result(True, "done").encode()}
 
 
@@ -87,7 +87,7 @@ OVER = {KEYS.single("result"): Result(True, "done").encode()}
         ({**MAY_RETURN, **RUNS, **OVER}, False),
         ({**MAY_RETURN, **RUNS}, True),
     ],
-    ids=["not evicted", "by a person", "another", "nobody is left", "job is over", "may return"],
+    ids=["not evicted", "by a person", "another", "job is removed", "job is over", "may return"],
 )
 def test_node_returns_by_itself_to_a_job_that_runs_if_it_was_evicted_and_is_well(
     keys: dict[str, bytes], returns: bool
@@ -97,13 +97,44 @@ def test_node_returns_by_itself_to_a_job_that_runs_if_it_was_evicted_and_is_well
     async def scenario() -> bool:
         store = MemoryStore()
         await store.commit((), tuple(Put(key, value) for key, value in keys.items()))
-        returned = await return_after_eviction(store, "job", "b", Path(), 0.0, check)
+        returned = await return_after_eviction(store, "job", "b", Path(), 0.0, 0.0, check)
         is_lifted = not (await store.read(KEYS.eviction("b"))).items
         assert not returned or is_lifted
         return returned
 
     assert asyncio.run(scenario()) == returns
     assert check.checked_nodes == (["b"] if returns else [])
+
+
+class AwayStore(MemoryStore):
+    """A coordinator that does not answer the first of each call's attempts."""
+
+    calls = 0
+    unanswered = frozenset((1, 3, 6, 8))
+
+    async def read(self, prefix: str, limit: int = 0) -> Listing:
+        self.calls += 1
+        if self.calls in self.unanswered:
+            raise StoreUnavailable("no answer")
+        return await super().read(prefix, limit)
+
+
+@pytest.mark.parametrize("outage_s", [0.0, 60.0])
+def test_node_that_is_to_return_outlasts_an_outage_of_the_coordinator(outage_s: float) -> None:
+    """Its agent ended, though members outlast the same outage."""
+
+    async def scenario() -> bool:
+        store = AwayStore()
+        keys = MAY_RETURN | RUNS
+        await store.commit((), tuple(Put(key, value) for key, value in keys.items()))
+        check = RecordingCheck()
+        return await return_after_eviction(store, "job", "b", Path(), 0.0, outage_s, check)
+
+    if outage_s:
+        assert asyncio.run(scenario())
+    else:
+        with pytest.raises(StoreUnavailable):
+            asyncio.run(scenario())
 
 
 def test_node_that_is_evicted_again_and_again_stays_away_longer_each_time() -> None:
