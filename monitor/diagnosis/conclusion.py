@@ -22,6 +22,8 @@ from keepstep.monitor.diagnosis.activity import QuietProcess, follow_processes
 from keepstep.monitor.diagnosis.delays import find_slow_links
 from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest
 from keepstep.monitor.diagnosis.hangs import find_hangs
+from keepstep.monitor.diagnosis.lateness import Lateness
+from keepstep.monitor.diagnosis.lossy_links import find_lossy_links
 from keepstep.monitor.diagnosis.measures import (
     EMPTY_MEASURE_HISTORY,
     MeasureHistory,
@@ -218,6 +220,12 @@ def conclude(
         started=step > first_step,
         pauses=pauses,
         quiet=quiet,
+        lateness=Lateness(
+            delays=window.averages,
+            message_counts=window.link_counts,
+            transfers=window.transfers,
+            transfer_counts=window.transfer_counts,
+        ),
     )
     hangs = find_hangs(inputs, thresholds.hang)
     curves, measured = judge_measures(
@@ -369,11 +377,11 @@ def _judge_steps(
     links, slow_links = find_slow_links(
         window.links, window.link_counts, nodes, step_s, ended_s, slow
     )
-    unsteady, unsteady_links = find_slow_links(
-        window.averages, window.link_counts, nodes, step_s, ended_s, slow, averages=True
+    lossy, unsteady_links = find_lossy_links(
+        window.averages, window.link_counts, nodes, step_s, ended_s, slow
     )
     if not links:
-        links = unsteady
+        links = lossy
     changed = window.own.values - window.own.past
     own_shift = float(np.exp(np.nanmedian(changed))) if (~np.isnan(changed)).any() else float("nan")
     inputs = TransferInputs(

@@ -13,15 +13,14 @@ otherwise each slow cell is a link. A row's effect is its lower median, which wi
 requires both: with few peers, ratios to a mean, or a median polish that splits one slow cell
 between its row and itself, point at the wrong one.
 
-A link that sometimes loses packets delays few messages, by much: their median does not show it, so
-averages are judged as well. Averages have higher thresholds, for they follow every outlier.
+A link that loses packets delays few messages, by much, which medians do not show: see
+`keepstep.monitor.diagnosis.lossy_links`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -72,7 +71,7 @@ def message_delays(
     for side in ("sender", "receiver"):
         error_s += [clock_error_s.get(rank, np.inf) for rank in both[side].tolist()]
     # Processes of one node share their clock.
-    is_across = ~_same_node(both["sender"], both["receiver"], nodes)
+    is_across = ~same_node(both["sender"], both["receiver"], nodes)
     error_s = np.where(is_across, error_s.max(initial=0.0, where=is_across), 0.0)
     delay_s = np.maximum(both["shortest_s"], both["received_s"] - both["later_s"] - error_s)
     return link_keys(both["sender"], both["receiver"], both["size_class"]), np.maximum(
@@ -105,58 +104,67 @@ def find_slow_links(
     step_s: float,
     since_s: Sequence[float],
     thresholds: SlowThresholds,
-    *,
-    averages: bool = False,
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return verdicts on links, senders and receivers, and which keys deviate.
 
     Args:
-        history: delays, by packed link; of each step their median, or their average.
+        history: median delays of each step, by packed link.
+        counts, nodes, step_s, since_s, thresholds: as for `judge_cells`.
+    """
+    verdicts, hot = judge_cells(history, counts, nodes, step_s, since_s, thresholds)
+    return verdicts or _pairs(history, nodes, since_s, thresholds), hot
+
+
+def judge_cells(
+    history: StepSeries,
+    counts: Mapping[int, float],
+    nodes: Mapping[int, str],
+    step_s: float,
+    since_s: Sequence[float],
+    thresholds: SlowThresholds,
+) -> tuple[tuple[Verdict, ...], np.ndarray]:
+    """Return verdicts on slow cells of the delay matrix by their shape, and which keys deviate.
+
+    Args:
+        history: delays, by packed link; of each step their median or their average.
         counts: messages a step, by packed link.
         nodes: each rank's node.
         step_s: the job's step time.
         since_s: when each step of the history ended, by the job's clock.
         thresholds: how far and how long.
-        averages: whether the history holds averages.
     """
-    if averages:
-        thresholds = replace(
-            thresholds,
-            transfer_ratio=thresholds.job_transfer_ratio,
-            cost_share=thresholds.job_cost_share,
-        )
     senders, receivers, classes = unpack(history.keys)
-    groups = classes * 2 + _same_node(senders, receivers, nodes)
+    groups = classes * 2 + same_node(senders, receivers, nodes)
     deviation = deviations(history, groups, thresholds.transfer_ratio, thresholds)
     if not len(history.keys):
         return (), deviation.hot
     per_step = np.array([counts.get(int(key), 1.0) for key in history.keys])
     cost_s = np.nan_to_num(deviation.excess_s) * per_step
     is_costly = deviation.hot & (cost_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
-    if not is_costly.any():
-        pairs = () if averages else _pairs(history, groups, nodes, since_s, thresholds)
-        return pairs, deviation.hot
-    slow_share = np.array([is_costly[groups == group].mean() for group in groups])
-    is_costly &= slow_share <= 0.5
-    verdicts = []
-    for subject, cells in _shape(
-        senders, receivers, is_costly, _nearly(is_costly, deviation.ratio), nodes
-    ):
-        worst = max(cells, key=lambda at: float(cost_s[at]))
-        verdict = _verdict(subject, cells, worst, history, deviation, cost_s, since_s)
-        if averages:
-            verdict = replace(
-                verdict,
-                evidence=(
-                    *verdict.evidence,
-                    "this is the average, and few messages take so long: packets may be lost",
-                ),
-            )
-        verdicts.append(verdict)
+    is_costly &= share_of(is_costly, groups) <= 0.5
+    verdicts = [
+        _verdict(
+            subject,
+            cells,
+            max(cells, key=lambda at: float(cost_s[at])),
+            history,
+            deviation,
+            cost_s,
+            since_s,
+        )
+        for subject, cells in _shape(
+            senders, receivers, is_costly, nearly_slow(is_costly, deviation.ratio), nodes
+        )
+    ]
     return tuple(verdicts), deviation.hot
 
 
-def _nearly(slow: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+def share_of(chosen: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return for each subject the share of its group that is chosen."""
+    return np.array([chosen[groups == group].mean() for group in groups])
+
+
+def nearly_slow(slow: np.ndarray, ratio: np.ndarray) -> np.ndarray:
     """Return the slow cells, and those half as far out as the least of these, by the logarithm.
 
     Not all cells are found in the same step.
@@ -178,7 +186,7 @@ def _shape(
     """Return what slow cells have in common: a sender, a receiver, both (the rank), or links."""
     remaining = set(np.flatnonzero(nearly).tolist())
     subjects: list[tuple[Subject, list[int]]] = []
-    rows, columns = _lines(senders, slow, nearly), _lines(receivers, slow, nearly)
+    rows, columns = lines_of(senders, slow, nearly), lines_of(receivers, slow, nearly)
     for rank in sorted(rows.keys() | columns.keys()):
         cells = sorted({*rows.get(rank, ()), *columns.get(rank, ())} & remaining)
         worst = [at for at in cells if slow[at]]
@@ -194,7 +202,7 @@ def _shape(
     return subjects
 
 
-def _lines(ends: np.ndarray, slow: np.ndarray, nearly: np.ndarray) -> dict[int, list[int]]:
+def lines_of(ends: np.ndarray, slow: np.ndarray, nearly: np.ndarray) -> dict[int, list[int]]:
     """Return the ranks most of whose cells on one side are nearly slow, with those cells.
 
     At least one of the cells is slow, and there are two or more on that side.
@@ -234,25 +242,36 @@ def _verdict(
         f"from rank {senders[worst]} to {receivers[worst]} a message takes {delay_s:.4f} s, "
         f"{deviation.ratio[worst]:.1f} times the expected delay",
     )
-    advice = Advice.REPLACE_NODE if subject.kind == "rank" and subject.node else Advice.ALERT
-    began_s = (
-        float(since_s[min(int(deviation.since[worst]), len(since_s) - 1)]) if len(since_s) else 0.0
+    return slow_verdict(
+        subject,
+        evidence,
+        float(max(cost_s[at] for at in cells)),
+        began_at_s(int(deviation.since[worst]), since_s),
     )
-    cost = float(max(cost_s[at] for at in cells))
+
+
+def began_at_s(position: int, since_s: Sequence[float]) -> float:
+    """Return when a deviation began that shows from a position of the history on."""
+    return float(since_s[min(position, len(since_s) - 1)]) if len(since_s) else 0.0
+
+
+def slow_verdict(
+    subject: Subject, evidence: tuple[str, ...], cost_s: float, began_s: float
+) -> Verdict:
+    """Return the verdict that a link, or all links of a rank, are slow."""
     return Verdict(
         subject=subject,
         syndrome=Syndrome.COMMUNICATION_SLOW,
         since_s=began_s,
         evidence=evidence,
         confidence=0.85,
-        cost_s_per_step=cost,
-        advice=advice,
+        cost_s_per_step=cost_s,
+        advice=Advice.REPLACE_NODE if subject.kind == "rank" and subject.node else Advice.ALERT,
     )
 
 
 def _pairs(
     history: StepSeries,
-    groups: np.ndarray,
     nodes: Mapping[int, str],
     since_s: Sequence[float],
     thresholds: SlowThresholds,
@@ -261,8 +280,11 @@ def _pairs(
 
     Which of the two is at fault is inconclusive unless their past shows it.
     """
-    senders, receivers, _ = unpack(history.keys)
-    if len(history.keys) != 2 or groups[0] != groups[1]:
+    if len(history.keys) != 2:
+        return ()
+    senders, receivers, classes = unpack(history.keys)
+    is_same = same_node(senders, receivers, nodes)
+    if classes[0] != classes[1] or is_same[0] != is_same[1]:
         return ()
     difference = history.values[:, 0] - history.values[:, 1]
     difference = difference[~np.isnan(difference)]
@@ -301,7 +323,7 @@ def _pairs(
     )
 
 
-def _same_node(first: np.ndarray, second: np.ndarray, nodes: Mapping[int, str]) -> np.ndarray:
+def same_node(first: np.ndarray, second: np.ndarray, nodes: Mapping[int, str]) -> np.ndarray:
     """Return for each pair of ranks whether both are on the same node."""
     ranks = np.union1d(first, second)
     if not len(ranks):

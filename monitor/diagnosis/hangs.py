@@ -235,6 +235,8 @@ def _stuck_operations(analysis: Standstill, waits: Waits) -> list[Verdict]:
             if is_stopped
             else max(analysis.patience_of_s(rank) for rank in members)
         )
+        if not is_stopped:
+            patience_s = max(patience_s, analysis.patience_in_s(operation))
         if (
             min(waited_s.values()) < patience_s
             or max(analysis.idle_s[rank] for rank in members) < patience_s
@@ -248,6 +250,10 @@ def _stuck_operations(analysis: Standstill, waits: Waits) -> list[Verdict]:
             *reasons,
         )
         advice = Advice.ALERT
+        # What is lost on a network is sent again, seconds later.
+        is_short = min(waited_s.values()) < analysis.thresholds.alert_s
+        if syndrome is Syndrome.COMMUNICATION_HANG and is_short:
+            advice, confidence = Advice.OBSERVE, min(confidence, _UNPROVED_CONFIDENCE)
         if subject.kind in ("rank", "node"):
             advice, confidence, process = _judge_pauses(
                 analysis, subject.ranks, subject, confidence

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from keepstep.monitor.diagnosis.activity import QuietProcess
+from keepstep.monitor.diagnosis.lateness import Lateness
 from keepstep.monitor.diagnosis.pauses import PauseKind, kind_of_pause
 from keepstep.monitor.diagnosis.proof import Pause
 from keepstep.monitor.diagnosis.thresholds import HangThresholds
@@ -38,6 +39,7 @@ class HangInputs:
         started: whether some rank has gone on to a later step since reading began.
         pauses: the longest pauses that ended by themselves.
         quiet: since when the ranks' processes have done nothing, where that is known.
+        lateness: of messages and collectives in recent steps.
     """
 
     ranks: np.ndarray
@@ -50,6 +52,7 @@ class HangInputs:
     started: bool = True
     pauses: Mapping[PauseKind, float] = field(default_factory=dict)
     quiet: Mapping[int, QuietProcess] = field(default_factory=dict)
+    lateness: Lateness = field(default_factory=Lateness)
 
 
 class FrontierIndex:
@@ -119,6 +122,19 @@ class Standstill:
         elif kind is not PauseKind.DATA or self._is_between_steps(rank):
             patience = max(patience, thresholds.between_steps_s)
         return max(patience, thresholds.learnt_ratio * self.job.pauses.get(kind, 0.0))
+
+    def patience_in_s(self, operation: OpenOperation) -> float:
+        """Return how long an operation may take that all ranks have begun, by recent ones."""
+        lateness = self.job.lateness
+        if operation.pair is not None:
+            late_s = lateness.among_s(operation.pair)
+        else:
+            communicator = self.job.communicators.get(operation.communicator)
+            late_s = max(
+                lateness.in_communicator_s(operation.communicator),
+                lateness.among_s(communicator.ranks) if communicator else 0.0,
+            )
+        return self.thresholds.late_ratio * late_s
 
     def kind_of_pause(self, rank: int) -> PauseKind:
         """Return what a rank does while it stands still."""

@@ -62,6 +62,10 @@ class HangThresholds:
     so many times as long as the longest of its kind that ended by itself."""
     act_learnt_ratio: float = 3.0
     """The same for acting, also within a step."""
+    late_ratio: float = 3.0
+    """An operation that all ranks have begun is stuck only if it takes so many times as long as
+    such operations took in a recent step together: where packets are lost, stalls of 0.2, 0.6, 1.4
+    and 3 s follow each other."""
     quiet_s: float = 30.0
     """A process must have done nothing for so long: six samples."""
     quiet_cpu_share: float = 0.05

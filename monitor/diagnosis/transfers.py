@@ -31,6 +31,12 @@ def transfer_keys(communicator: np.ndarray, size_class: np.ndarray) -> np.ndarra
     return packed
 
 
+def communicators_of(keys: np.ndarray) -> np.ndarray:
+    """Return the communicators of packed keys."""
+    identities: np.ndarray = keys >> _CLASS_BITS
+    return identities
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferInputs:
     """Inputs of `find_slow_transfers` beside the series.

@@ -11,8 +11,9 @@ namespace behind a switch in user space (`switched_network.py`).
 
 The first verdict after the injection counts: its syndrome must be one of the fault's syndromes, and
 its subject exactly the rank or link with the fault. Collectives do not show which link is slow or
-cut; there the job, or the group with both ends, is right. For a link with a delay either direction
-is right: gloo asks the receiver before it sends. A slowdown multiplies the compute, which takes
+cut; there the job, or the group with both ends, is right. For a link with a delay, or
+that loses packets, either direction is right: gloo asks the receiver before it sends, and what is
+lost with the acknowledgements is sent again. A slowdown multiplies the compute, which takes
 `--compute` processor seconds per step; data, autograd and optimizer take another 0.03 s, so the
 rank's own time grows by a smaller factor. Four ranks on two cores compute twice as long as on four.
 `seconds` and `steps` count from the injection; a fault within a rank acts up to one step later.
@@ -495,7 +496,7 @@ def faults() -> list[Fault]:
         Fault("slow disk", "ddp", _defect(Defect.SLOW_DISK), {Syndrome.CHECKPOINT_STALL}, faulty),
         Fault("slow link, delay", "pipeline", delay, slow_comm, either, True),
         Fault("slow link, rate", "pipeline", rate, slow_comm, link, True),
-        Fault("lossy link", "pipeline", loss, slow_comm, link, True),
+        Fault("lossy link", "pipeline", loss, slow_comm, either, True),
         Fault("slow receiver", "pipeline", receiver, slow_comm, [("rank", (PEER,))], True),
         Fault("cut link", "pipeline", cut, {Syndrome.COMMUNICATION_HANG}, either, True),
         Fault("slow link, delay", "ddp", delay, slow_comm, unspecific, True),

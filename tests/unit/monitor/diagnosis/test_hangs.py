@@ -671,3 +671,51 @@ world all_reduce 4k async  0.30-!     .
 read 60.0
 """)
     assert diagnose_at(traced, 60.0) == ()
+
+
+PIPELINE = """
+node a: 0
+node b: 1
+node c: 2
+communicator pipe: 0 1 2
+steps 1-14 every 0.5
+{messages}
+step 15 at 7.0
+{last}
+step 16 at 8.6
+{messages}
+step 17 at 9.1
+pipe send 32k ->1     0.05-?     .           .
+pipe receive 32k <-0  .          0.04-?      .
+pipe receive 32k <-1  .          .           0.04-?
+read 30.0
+"""
+MESSAGES = """
+pipe send 32k ->1     0.05-{ends}    .            .
+pipe receive 32k <-0  .              0.04-{ends}  .
+pipe send 32k ->2     .              1.46-1.47    .
+pipe receive 32k <-1  .              .            0.04-1.47
+"""
+
+
+@pytest.mark.parametrize(
+    ("last_ends", "waits_s", "advice"),
+    [
+        ("0.06", 2.0, None),
+        ("0.06", 3.0, Advice.OBSERVE),
+        ("1.45", 3.0, None),
+        ("1.45", 5.0, Advice.OBSERVE),
+        ("0.06", 16.0, Advice.ALERT),
+    ],
+    ids=["short", "long", "packets lost before", "longer than those take", "too long for packets"],
+)
+def test_message_that_takes_long_is_told_of_later_where_others_did_and_alerted_to_much_later(
+    last_ends: str, waits_s: float, advice: Advice | None
+) -> None:
+    """Packets are sent again after 0.2, 0.6, 1.4 and 3 s: people were alerted to a hang by that."""
+    usual = MESSAGES.format(ends="0.06").replace("1.4", "0.1")
+    traced = parse(PIPELINE.format(messages=usual, last=MESSAGES.format(ends=last_ends)))
+    at_s = 9.15 + waits_s
+    verdicts = diagnose_at(traced, at_s)
+    assert summarize(verdicts) == ["communication hang: link 0 -> 1"] * (advice is not None)
+    assert all(verdict.advice is advice for verdict in verdicts)
