@@ -24,7 +24,6 @@ options = json.loads(sys.argv[1])
 was_damaged = Path(options["log"]) / "damaged"
 
 
-
 def lose_rank_1(owner: type, name: str, is_time: Callable[..., bool]) -> None:
     """Lose rank 1 of the first generation when it calls a method of the job's end."""
     method = getattr(owner, name)
