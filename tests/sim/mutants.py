@@ -691,12 +691,16 @@ MUTANTS: dict[str, Patch] = {
 
 
 NOTICING_SEEDS = {
+    "frees_what_it_is_asked_to_store": 443,
     "removes_a_job_that_somebody_has_joined": 256,
-    "frees_what_it_is_asked_to_store": 303,
-    "leader_does_not_depend_on_the_request_to_store": 99,
+    "leader_does_not_depend_on_the_snapshot": 137,
+    "believes_reports_of_servers_that_died": 106,
+    "leader_does_not_depend_on_the_request_to_store": 78,
+    "lets_members_leave_before_the_newest_step_is_stored": 78,
     "forgets_what_members_were_told": 76,
-    "lets_members_leave_before_the_newest_step_is_stored": 40,
-    "leader_does_not_depend_on_the_snapshot": 38,
+    "begins_a_snapshots_part_once_only": 40,
+    "waits_for_ever_for_a_last_checkpoint": 40,
+    "leader_does_not_depend_on_the_closing": 32,
 }
 """Where to begin with mutants that few seeds notice.
 
