@@ -140,13 +140,18 @@ def test_first_failure_is_shown_at_once_by_the_scripts_own_hook_with_its_cause(
         "    except KeyError as error:\n"
         "        raise ValueError('mine') from error\n",
     )
-    completed = keepstep("run", os.path.relpath(failing, ROOT))
+    logs = tmp_path / "logs"
+    completed = keepstep(
+        "run", "-t", "3", "-r", "3", "--log-dir", str(logs), os.path.relpath(failing, ROOT)
+    )
     # The second attempt succeeds: what went wrong in the first is shown all the same.
     assert completed.returncode == 0, completed.stderr
     assert completed.stderr.count("HOOK Traceback") == 1
     assert "KeyError: 'wanted'" in completed.stderr
     assert ": ValueError: mine" in completed.stderr
     assert completed.stdout == "AT EXIT True\n" * 2
+    kept = [path.read_text() for path in logs.glob("*-stderr.log")]
+    assert sum("KeyError: 'wanted'" in text and "HOOK Traceback" in text for text in kept) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
-from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
+from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import Result
 from keepstep.elastic.rendezvous.view import View
@@ -119,6 +120,33 @@ def test_node_that_is_declared_gone_joins_again_while_the_job_goes_on(tmp_path: 
             lost = Lost(participation, View())
             assert await participation.run()
             assert lost.joined == 2
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("error", [UsageError, StoreUnavailable, SnapshotUnavailable, LeaseLost])
+@pytest.mark.parametrize("task", ["membership", "servers"])
+def test_error_that_ends_a_nodes_part_is_raised_as_it_is_and_not_in_a_group(
+    tmp_path: Path, task: str, error: type[Exception]
+) -> None:
+    """The command shows its message; a group's would be a trace of tasks."""
+
+    async def fail() -> None:
+        raise error("what happened")
+
+    async def go_on(*_: object) -> bool:
+        await asyncio.Event().wait()
+        return False
+
+    async def scenario() -> None:
+        async with participating(tmp_path) as participation:
+            participation._secret = bytes(16)
+            participation._work = go_on  # type: ignore[method-assign]
+            run, watch = (fail, go_on) if task == "membership" else (go_on, fail)
+            participation._node.membership.run = run  # type: ignore[assignment]
+            participation._snapshots.supervisor.watch = watch  # type: ignore[assignment]
+            with pytest.raises(error, match="what happened"):
+                await participation._take_part()
 
     play(scenario())
 
