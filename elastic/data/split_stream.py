@@ -119,6 +119,9 @@ class _PartReader(Generic[T]):
         self._iterator = iter(self._part)
 
     def state(self) -> Json:
+        if self._iterator is None:
+            # Asked for its position a loader draws the seed of its order, if it has not yet.
+            seed_generators(self._partition.seed(self._read))
         position = None
         if isinstance(self._part, Positioned):
             position = to_json_value("the stream's state", self._part.state_dict())

@@ -7,13 +7,16 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 import keepstep
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import is_stream
+from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
 from keepstep.elastic.data.sources import as_source
+from keepstep.elastic.data.split_stream import SplitStream
 from keepstep.elastic.errors import UsageError
 from ops.bench.data_runs import Run, data_pass, play
 
@@ -81,6 +84,37 @@ def test_a_resumed_iterable_is_read_past_only_within_its_epoch_and_without_a_sta
     read_past = 8 * GLOBAL_BATCH - 23
     assert made[-1].reads == last_epoch + (read_past if kind is Numbers else 0)
     assert (f"reading past {read_past} samples" in caplog.text) == (kind is Numbers)
+
+
+class DrawnNumbers(PositionedNumbers):
+    """Draws its order when it is iterated or asked for its state first, as torchdata's loader."""
+
+    order: list[int] | None = None
+
+    def drawn(self) -> list[int]:
+        self.order = self.order or torch.randperm(self.size).tolist()
+        return self.order
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter([(self.epoch, number) for number in self.drawn()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.drawn()}
+
+
+def test_order_does_not_depend_on_whether_the_position_is_asked_for_before_anything_is_read() -> (
+    None
+):
+    """Of a mixture's source of which nothing was drawn yet; ranks read other orders of it."""
+    orders = []
+    for rank in range(3):
+        partition = Partition(0, 1, key=5, shuffle=True)
+        reader = SplitStream(lambda part, parts: DrawnNumbers()).open_partition(partition, None)
+        torch.manual_seed(rank)
+        if rank:
+            reader.state()
+        orders.append([reader.read() for _ in range(23)])
+    assert orders[0] == orders[1] == orders[2]
 
 
 def test_position_of_another_batch_is_not_given() -> None:
