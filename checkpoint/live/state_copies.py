@@ -164,7 +164,9 @@ class CudaCopies:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(after)
                 for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
+                    # What comes from another device is ordered by that one's streams, not by ours.
+                    is_own = source.device == self._device
+                    target.copy_(source, non_blocking=is_own)
         finally:
             # Also after an error: the sources must live as long as the stream may read them.
             done.record(self._stream)

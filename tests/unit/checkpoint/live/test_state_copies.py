@@ -123,6 +123,29 @@ def test_copy_begins_after_the_mark_and_its_end_is_waited_for_without_spinning(
     ]
 
 
+class Source:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+class Target:
+    """Takes note of whether the host would go on before the copy has ended."""
+
+    def copy_(self, source: Source, *, non_blocking: bool) -> None:
+        self.is_waited_for = not non_blocking
+
+
+def test_copy_from_another_device_is_waited_for_as_no_event_of_this_ones_stream_tells_its_end(
+    runtime: Runtime,
+) -> None:
+    """The bytes of the second GPU of a process were read before they had arrived."""
+    sources = [Source(GPU), Source(torch.device("cuda", 1))]
+    targets: Any = [Target(), Target()]
+    copies = CudaCopies(GPU)
+    copies.copy(targets, sources, copies.mark())  # type: ignore[arg-type]
+    assert [target.is_waited_for for target in targets] == [False, True]
+
+
 def test_sources_live_until_the_stream_has_read_them_also_after_an_error(
     runtime: Runtime, arena: Arena
 ) -> None:
