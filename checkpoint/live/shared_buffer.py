@@ -41,6 +41,10 @@ class SharedBuffer:
         assert self._arena is not None, "memory is reserved before"
         return self._arena.descriptor
 
+    def fits(self, nbytes: int, device: torch.device) -> bool:
+        """Whether copies of this size from this device have a place in the present buffer."""
+        return self._arena is not None and self._arena.nbytes >= nbytes and device == self._device
+
     def reserve(
         self, nbytes: int, device: torch.device, available_nbytes: Callable[[], int]
     ) -> bool:
@@ -58,7 +62,7 @@ class SharedBuffer:
             CheckpointError: memory is short.
             RuntimeError: the device cannot copy into it.
         """
-        if self._arena is not None and self._arena.nbytes >= nbytes and device == self._device:
+        if self.fits(nbytes, device):
             return False
         self.close()
         left_nbytes = available_nbytes()

@@ -129,6 +129,14 @@ class BackgroundSaver:
         """Wait until no save is in progress; return whether that is so."""
         return self._is_idle.wait(timeout_s)
 
+    def end_process(self) -> None:
+        """End the process, which frees its buffer; the next part is written by another.
+
+        Not while a part is written: no save is in progress, or its copy has not ended.
+        """
+        if self._process is not None:
+            self._process.close()
+
     def close(self, timeout_s: float) -> None:
         """Finish the save in progress, then end. A save that takes longer than this is given up."""
         if self._thread is None:

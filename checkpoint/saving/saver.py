@@ -212,7 +212,12 @@ class Saver:
         except (MemoryError, torch.OutOfMemoryError) as error:
             return CheckpointError(f"step {step}: no memory to exchange pieces with ranks: {error}")
         try:
-            if self._buffer.reserve(plan.nbytes, _device_of(copied), available_nbytes):
+            device = _device_of(copied)
+            if self._buffer.nbytes and not self._buffer.fits(plan.nbytes, device):
+                # The process holds the memory of the old one, and there may not be enough for both.
+                self._buffer.close()
+                self._background.end_process()
+            if self._buffer.reserve(plan.nbytes, device, available_nbytes):
                 self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)
             self._buffer.copy(copied, plan.entries)
             for place, data in collected.items():

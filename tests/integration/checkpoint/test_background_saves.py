@@ -228,6 +228,32 @@ def test_the_plan_is_made_again_only_when_the_layout_changes(
     assert bool((more["more"] == 3.0).all())
 
 
+def mapped_nbytes(pid: int | None) -> int:
+    """Return how much shared memory a process maps that has no name."""
+    if pid is None:
+        return 0
+    maps = psutil.Process(pid).memory_maps(grouped=False)
+    return sum(region.rss for region in maps if "memfd" in region.path)
+
+
+def test_a_state_that_grows_needs_memory_for_one_buffer_and_not_for_the_last_one_too(
+    tmp_path: Path, saver: checkpoint.Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer kept the last one, so no save was possible any more where memory had sufficed."""
+    values = [torch.full((size, 1000), float(size)) for size in (2000, 3000)]
+    budget_nbytes = values[1].nbytes + 2**20
+    monkeypatch.setattr(
+        saver_module,
+        "available_nbytes",
+        lambda: budget_nbytes - mapped_nbytes(saver.writer_pid),
+    )
+    for step, tensor in enumerate(values):
+        saver.save(str(tmp_path), {"x": tensor}, step=step).wait(patient(LIMIT_S))
+        found = {"x": torch.zeros_like(tensor)}
+        checkpoint.load(str(tmp_path), found, step=step)
+        assert torch.equal(found["x"], tensor)
+
+
 def test_errors_have_their_own_classes(tmp_path: Path, saver: checkpoint.Saver) -> None:
     saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
     again = saver.save(str(tmp_path), state(2.0), step=1)
