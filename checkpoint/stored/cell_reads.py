@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.stored.cell_codec import CHECKSUM_NBYTES, decompress
@@ -172,6 +172,15 @@ class CellReads:
         self._count.add(nbytes)
         return nbytes
 
+    def _holds(self, span: Span, nbytes: int) -> bool:
+        """Whether an object is as long as the metadata claims."""
+        try:
+            return (
+                self._storage.size(f"{self._directory}/{span.object_name}") >= span.offset + nbytes
+            )
+        except CheckpointMissing:
+            return False
+
     def _fetch(
         self,
         run: Sequence[Span],
@@ -191,8 +200,14 @@ class CellReads:
         nbytes = sum(span.nbytes for span in run)
         try:
             data = self._buffers.read.of_size(nbytes).data
-        except (MemoryError, OverflowError, ValueError):
-            # Metadata may claim cells of any size.
+        except (MemoryError, OverflowError, ValueError) as error:
+            # Metadata may claim cells of any size. That memory is short is no damage: nobody is to
+            # go on from an older step because of it, or to remove this one.
+            if isinstance(error, MemoryError) and self._holds(run[0], nbytes):
+                raise CheckpointError(
+                    f"{self._location(run[0].object_name)}: no memory for {nbytes} bytes of "
+                    f"{run[0].key}; free some, or raise the limit of this process"
+                ) from None
             raise CheckpointDamaged(
                 f"{self._location(run[0].object_name)}: {nbytes} bytes of {run[0].key} cannot be "
                 "read at once; load an older step"

@@ -28,6 +28,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
+from keepstep.checkpoint.stored import cell_reads
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -379,6 +380,29 @@ def test_fallback_does_not_skip_a_checkpoint_that_a_newer_release_wrote(tmp_path
         checkpoint.load(str(tmp_path), state, fallback=True)
     assert state["x"].tolist() == [0] * 4
     assert checkpoint.load(str(tmp_path), state, step=1) == 1
+
+
+def test_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_loaded_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that rolls back removes newer checkpoints than the one that it goes on from."""
+    for step in (1, 2):
+        checkpoint.save(str(tmp_path), {"x": torch.full((600, 700), float(step))}, step=step)
+    of_size = cell_reads._Buffer.of_size
+    is_short = True
+
+    def allocate(buffer: Any, nbytes: int) -> Any:
+        if is_short:
+            raise MemoryError
+        return of_size(buffer, nbytes)
+
+    monkeypatch.setattr(cell_reads._Buffer, "of_size", allocate)
+    state = {"x": torch.zeros(600, 700)}
+    with pytest.raises(CheckpointError, match="no memory for") as error:
+        checkpoint.load(str(tmp_path), state, fallback=True)
+    assert not isinstance(error.value, CheckpointDamaged)
+    is_short = False
+    assert checkpoint.load(str(tmp_path), state, fallback=True) == 2
 
 
 def test_write_part_stops_when_the_generation_is_over(tmp_path: Path) -> None:

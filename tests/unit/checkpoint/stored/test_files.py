@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.stored import files
 from keepstep.checkpoint.stored.files import FileStorage
 
@@ -126,3 +127,32 @@ def test_directory_above_is_deleted_with_the_last_one_in_it(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "step").iterdir()] == ["second"]
     storage.delete_directory("step/second")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_storage_that_does_not_answer_is_not_taken_for_one_without_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """An older checkpoint was loaded without a word, from Python 3.14 on."""
+    storage = FileStorage("checkpoints", tmp_path)
+    for step in ("step-1", "step-2"):
+        storage.create(f"{step}/manifest.json", b"{}")
+    assert sorted(storage.directories_with("manifest.json")) == ["step-1", "step-2"]
+    assert not storage.exists("step-3/manifest.json")
+    right = Path.stat
+
+    def fail(path: Path, **options: bool) -> os.stat_result:
+        if path.parent.name == "step-2":
+            raise OSError(code, os.strerror(code))
+        return right(path, **options)
+
+    monkeypatch.setattr(Path, "stat", fail)
+    # As Python 3.14 has it.
+    monkeypatch.setattr(Path, "is_file", lambda path: path.parent.name != "step-2")
+    for ask in (
+        lambda: storage.exists("step-2/manifest.json"),
+        lambda: storage.directories_with("manifest.json"),
+        storage.names,
+    ):
+        with pytest.raises(CheckpointError, match="checkpoints"):
+            ask()
