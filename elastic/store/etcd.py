@@ -258,10 +258,16 @@ class EtcdStore:
         create = rpc_pb2.WatchCreateRequest(
             key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
         )
-        call = endpoint.watch.Watch(metadata=(("hasleader", "true"), *self._token))
+
+        async def requests() -> AsyncIterator[Any]:
+            yield rpc_pb2.WatchRequest(create_request=create)
+            # Their end would be that of the watch.
+            await asyncio.Event().wait()
+
+        # Not by `write`: of a call that is cancelled before its member has answered it never ends.
+        call = endpoint.watch.Watch(requests(), metadata=(("hasleader", "true"), *self._token))
         self._watches[call] = endpoint
         try:
-            await call.write(rpc_pb2.WatchRequest(create_request=create))
             while (reply := await call.read()) is not grpc.aio.EOF:
                 if reply.compact_revision > after:
                     yield Reset(await self.read(prefix))

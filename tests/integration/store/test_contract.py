@@ -1,6 +1,7 @@
 """The contract test suite of stores, run on etcd and in memory."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -241,6 +242,25 @@ def test_calls_and_watches_leave_a_member_whose_disk_hangs() -> None:
 
     with EtcdCluster(1) as cluster:
         asyncio.run(scenario(cluster))
+
+
+def test_watch_on_a_member_that_never_answered_goes_along_to_one_that_does() -> None:
+    """gRPC never ends a write of a call that is cancelled before: a leader saw nothing more."""
+
+    async def scenario(cluster: EtcdCluster, mute: socket.socket) -> None:
+        address = parse_address(f"etcd://127.0.0.1:{mute.getsockname()[1]},{cluster.clients[0]}")
+        store = EtcdStore(address, 10.0, Credentials())
+        watch = store.watch("/t/", 0)
+        watching = asyncio.ensure_future(anext(watch))
+        await store.read("/t/")
+        await store.commit((), (Put("/t/a", b"1"),))
+        async with asyncio.timeout(patient(30)):
+            assert await watching
+        await watch.aclose()
+        await store.close()
+
+    with EtcdCluster(1) as cluster, socket.create_server(("127.0.0.1", 0)) as mute:
+        asyncio.run(scenario(cluster, mute))
 
 
 def test_error_for_an_unreachable_coordinator_names_it_and_a_remedy() -> None:
