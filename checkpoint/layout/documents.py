@@ -24,6 +24,10 @@ CONFIG = "config"
 VALUES = "values"
 """The document that holds the JSON values that a caller gave, by name."""
 
+WITHOUT_SLOTS = "optim/without slots"
+"""The document of a shard in memory that lists the parameters which the rank updates and which have
+no slots: nobody need be asked for them. What is stored does not have it."""
+
 _BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES})
 """Documents with an entry for each tensor that they are about: ranks have different ones."""
 
@@ -48,7 +52,7 @@ def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[s
                 added = [group for group in content if not grouped.issuperset(group["parameters"])]
                 grouped.update(parameter for group in added for parameter in group["parameters"])
                 merged[name] = [*merged.get(name, []), *added]
-            elif name != PROVENANCE or name not in merged:
+            elif name != WITHOUT_SLOTS and (name != PROVENANCE or name not in merged):
                 merged[name] = content
     return merged
 

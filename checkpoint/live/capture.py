@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self
@@ -25,7 +25,7 @@ from keepstep.checkpoint.layout.descriptions import (
     Descriptions,
     describing_documents,
 )
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED, WITHOUT_SLOTS
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.averages import averages_in, stored_averages
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
@@ -34,7 +34,7 @@ from keepstep.checkpoint.live.optimizer_options import (
     as_json_value,
     options_of,
 )
-from keepstep.checkpoint.live.optimizer_state import slots_of
+from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,
@@ -106,6 +106,7 @@ class _ScannedState:
         sizes: the number of items in each of `sized`.
         empty: places without a tensor that may get one, as (dictionary, key).
         groups: optimizer groups, with the names of their parameters.
+        without_slots: names of parameters that this rank updates and that have no slots.
         optimizers: the objects that the optimizers consist of.
         is_derived: a state hook makes new tensors at every call, so the walk must be repeated.
     """
@@ -121,6 +122,7 @@ class _ScannedState:
     sizes: list[int]
     empty: tuple[tuple[Mapping[str, Any], str], ...]
     groups: tuple[tuple[Mapping[str, Any], list[str]], ...]
+    without_slots: tuple[str, ...]
     optimizers: tuple[_ScannedOptimizer, ...]
     is_derived: bool
 
@@ -189,6 +191,7 @@ class LiveStateReader:
                 GROUPS: groups,
                 SCALARS: scalars,
                 TIED: self._tied,
+                **({WITHOUT_SLOTS: scanned.without_slots} if scanned.without_slots else {}),
                 **self._describing(scanned, specs_of(beside)),
             },
         )
@@ -282,9 +285,19 @@ class LiveStateReader:
             sizes=[len(holder) for holder in sized],
             empty=tuple(empty),
             groups=tuple(parameters.groups(self._optimizers)),
+            without_slots=tuple(self._names_without_slots(parameters)),
             optimizers=tuple(map(_ScannedOptimizer.of, self._optimizers)),
             is_derived=is_derived,
         )
+
+    def _names_without_slots(self, parameters: ModelParameters) -> Iterator[str]:
+        for optimizer in self._optimizers:
+            state = slots_of(optimizer)
+            for parameter in chain.from_iterable(map(_PARAMETERS, local_groups(optimizer))):
+                if not any(
+                    isinstance(value, torch.Tensor) for value in state.get(parameter, {}).values()
+                ):
+                    yield from parameters.shapes(parameter)
 
     def _model_state(
         self, parameters: ModelParameters

@@ -18,7 +18,7 @@ import numpy as np
 
 from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.documents import OF_OWN_TENSORS, merged_documents
+from keepstep.checkpoint.layout.documents import OF_OWN_TENSORS, WITHOUT_SLOTS, merged_documents
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import Read, plan_available_reads
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
@@ -151,12 +151,13 @@ class MemorySource:
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """See `Source.slots`. Whoever holds a slot of a parameter holds all of its slots."""
         found: dict[str, dict[str, TensorSpec]] = {}
+        missing = set(parameters)
         for rank in self._ranks_nearest_first:
-            missing = set(parameters) - found.keys()
             if not missing:
                 return found
-            found |= slots_in(_specs(self.index(rank)), missing)
-        missing = set(parameters) - found.keys()
+            index = self.index(rank)
+            found |= slots_in(_specs(index), missing)
+            missing.difference_update(found, index.documents.get(WITHOUT_SLOTS, ()))
         if missing and self.fallback is not None:
             found |= {name: dict(slots) for name, slots in self.fallback.slots(missing).items()}
         return found

@@ -104,6 +104,26 @@ def test_a_rank_whose_layout_has_not_changed_fetches_one_index(
     assert (servers.asked, servers.waited_for) == ([5], [])
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nobody_is_asked_for_slots_that_the_nearest_rank_says_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, momentum: float
+) -> None:
+    """All ranks were asked, and lost ones waited for: of frozen parameters, and under plain SGD."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(ROWS))
+    model.frozen = nn.Parameter(torch.zeros(ROWS), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    model.weight.grad = torch.ones(ROWS)
+    optimizer.step()
+    documents = LiveStateReader(model, [optimizer]).capture().documents
+    whole = [Box((0,), (ROWS,))] * OLD_RANKS
+    servers, source = source_of(monkeypatch, whole, 5, OLD_RANKS, rebuilt=[9])
+    servers.documents = [documents] * OLD_RANKS
+    assert documents["optim/without slots"] == (("frozen",) if momentum else ("weight", "frozen"))
+    assert set(source.slots(["weight", "frozen"])) == {"weight"}
+    assert (servers.asked, servers.waited_for) == ([5], [])
+
+
 def test_nobody_waits_for_a_rebuild_of_what_another_rank_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
