@@ -243,7 +243,10 @@ def _compare_entry(entry: Entry, memory: Bytes, olds: Sequence[_Shard]) -> tuple
             continue
         new_bytes = box_bytes(entry, memory, box)
         nbytes += new_bytes.nbytes
-        differs = differs or not _are_equal(new_bytes, box_bytes(other, other_memory, box))
+        is_equal = _are_equal(new_bytes, box_bytes(other, other_memory, box))
+        if is_equal and box == entry.box:
+            return nbytes, True
+        differs = differs or not is_equal
     return nbytes, not differs or _equals_some_replica(entry, memory, olds)
 
 

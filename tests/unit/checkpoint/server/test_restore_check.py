@@ -182,9 +182,20 @@ def test_what_replicas_held_differently_is_right_if_it_is_one_of_theirs(
     values = np.concatenate([replicas[piece][cut] for piece, cut in zip(pieces, cuts, strict=True)])
     node.seal(NEW, 0, values, 0, "model/norm.running_mean")
     checked = node.outcome()
-    assert checked.nbytes == 2 * LENGTH
+    assert checked.nbytes == (1 if pieces == (0,) else 2) * LENGTH
     assert checked.is_wrong == is_wrong
     assert node.passed.empty() == is_wrong
+
+
+def test_equal_replicas_of_a_node_are_each_compared_with_one_of_those_before(node: Node) -> None:
+    """Each was compared with all: for eight replicas the state was read 64 times."""
+    for rank in range(8):
+        node.seal(OLD, rank, VALUES, 0, "model/w")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    for rank in range(8):
+        node.seal(NEW, rank, VALUES, 0, "model/w")
+    assert node.outcome().nbytes == 8 * LENGTH
 
 
 def test_a_users_own_object_that_differs_is_named_and_passes(node: Node) -> None:
