@@ -49,6 +49,7 @@ class ServerConnections:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._connections: dict[str, ServerConnection] = {}
+        self._interrupted: set[ServerConnection] = set()
 
     def get(self, address: str) -> ServerConnection:
         """Return the connection to an address, made the first time.
@@ -62,13 +63,17 @@ class ServerConnections:
         return self._connections[address]
 
     def retain_only(self, addresses: Collection[str]) -> None:
-        """End the connections to others than these."""
-        for address in [a for a in self._connections if a not in addresses]:
-            self._connections.pop(address).close()
+        """End the connections to others than these, and close those that were interrupted."""
+        for address, connection in list(self._connections.items()):
+            if address not in addresses or connection in self._interrupted:
+                self._interrupted.discard(connection)
+                del self._connections[address]
+                connection.close()
 
     def interrupt(self) -> None:
         """End all connections; they stay in place, so that what uses them fails."""
         for connection in list(self._connections.values()):
+            self._interrupted.add(connection)
             connection.interrupt()
 
 

@@ -14,7 +14,9 @@ import pytest
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server import blocks
 from keepstep.checkpoint.server import protection as protection_module
+from keepstep.checkpoint.server.blocks import ServerConnections
 from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.transport import Identity, PeerUnavailable
@@ -150,3 +152,29 @@ def test_snapshot_is_protected_when_what_was_lacking_is_there_again(
         "step 1 is not protected yet, trying again: parity needs 1 MiB",
         "step 1 is not protected yet, trying again: no memory",
     ]
+
+
+def test_a_connection_that_was_interrupted_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt of each generation failed where the members stayed the same."""
+
+    class Ended:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def interrupt(self) -> None:
+            self.calls.append("interrupt")
+
+        def close(self) -> None:
+            self.calls.append("close")
+
+    monkeypatch.setattr(blocks, "connect", lambda *_: Ended())
+    connections = ServerConnections(Identity("a", b"s" * 32))
+    first = connections.get("tcp:b:1")
+    connections.retain_only(["tcp:b:1"])
+    assert connections.get("tcp:b:1") is first
+    connections.interrupt()
+    # What still uses it fails by it.
+    assert connections.get("tcp:b:1") is first
+    connections.retain_only(["tcp:b:1"])
+    assert first.calls == ["interrupt", "close"]
+    assert connections.get("tcp:b:1") is not first
