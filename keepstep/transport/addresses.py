@@ -16,6 +16,9 @@ from pathlib import Path
 
 from keepstep.transport.errors import PeerRefused, PeerTimeout, PeerUnavailable
 
+LOST_S = 60
+"""A host that acknowledges nothing for so long is lost; networks are cut for seconds."""
+
 _BACKLOG = 1024
 _TIMEVAL = struct.Struct("@ll")
 
@@ -119,10 +122,17 @@ def peer_name(connection: socket.socket) -> str:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Make a connection non-blocking, and send small frames without delay."""
+    """Make a connection non-blocking, send small frames without delay, and look for lost hosts."""
     connection.setblocking(False)
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host without power says nothing, and TCP by itself takes 15 minutes or for ever to notice.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def open_socket(address: str, deadline_s: float) -> socket.socket:

@@ -27,6 +27,9 @@ from keepstep.transport.protocol import (
 
 HANDSHAKE_S = 10.0
 IDLE_S = 30.0
+STUCK_S = 60.0
+"""What is being sent stays in memory: a peer that is lost or stopped must not keep it for ever. One
+that reads from several takes each in turn, for seconds."""
 
 
 def connect(
@@ -66,9 +69,18 @@ def accept(
     identity: Identity,
     *,
     handshake_s: float = HANDSHAKE_S,
-    idle_s: float | None = None,
+    stuck_s: float = STUCK_S,
 ) -> Connection[ServerT, ClientT]:
     """Authenticate a connection that came in, which this owns from now on, both ways.
+
+    The next request is waited for as long as it takes.
+
+    Args:
+        raw: the connection.
+        protocol: what is spoken there.
+        identity: who this side is.
+        handshake_s: how long authenticating may take in total.
+        stuck_s: how long sending waits from then on while the peer takes not a byte.
 
     Raises as `connect` does.
     """
@@ -79,7 +91,9 @@ def accept(
     except OSError as error:
         raw.close()
         raise ConnectionLost(f"a connection broke before it was accepted: {error}") from error
-    return _authenticate(raw, address, protocol.server, identity, deadline_s, idle_s)
+    connection = _authenticate(raw, address, protocol.server, identity, deadline_s, None)
+    connection.set_sending_limit(stuck_s)
+    return connection
 
 
 def _authenticate(

@@ -83,6 +83,10 @@ class Connection(Generic[SentT, ReceivedT]):
         """Set how long either direction waits while not a byte moves; None waits forever."""
         self._socket.sending.idle_s = self._socket.receiving.idle_s = idle_s
 
+    def set_sending_limit(self, idle_s: float) -> None:
+        """Set how long sending waits while not a byte moves; receiving waits as before."""
+        self._socket.sending.idle_s = idle_s
+
     def set_deadline(self, deadline_s: float | None) -> None:
         """Set the instant of `time.monotonic` after which nothing is waited for; None lifts it."""
         self._socket.sending.deadline_s = self._socket.receiving.deadline_s = deadline_s

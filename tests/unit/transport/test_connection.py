@@ -237,6 +237,37 @@ def test_sending_to_a_peer_that_does_not_read_ends_at_the_idle_limit(ends: Ends)
         client.send(ASK, [bytes(2**26)])
 
 
+def test_server_waits_for_requests_for_ever_and_not_for_a_peer_that_takes_no_answer(
+    tcp_listener: socket.socket,
+):
+    """What it was sending stayed in memory until TCP gave up, after 15 minutes or never."""
+    accepted = in_thread(lambda: accept(tcp_listener.accept()[0], PROTOCOL, SERVER, stuck_s=0.05))
+    client = connect(tcp_address_of(tcp_listener), PROTOCOL, CLIENT)
+    server = accepted.result(patient(10))
+    with client, server:
+        waiting = in_thread(server.receive)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        client.send(ASK)
+        assert waiting.result(patient(10)) == ASK
+        with pytest.raises(PeerTimeout):
+            server.send(Tell(text="bytes"), [bytes(2**26)])
+
+
+def test_both_ends_look_for_a_host_that_is_lost(tcp_listener: socket.socket):
+    client, server = connected(tcp_listener)
+    with client, server:
+        for end in (client, server):
+            tcp = end._socket._socket
+            assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+            asked = [
+                tcp.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            ]
+            assert asked[0] + asked[1] * asked[2] == 60
+
+
 def test_a_malformed_message_leaves_the_connection_usable(tcp_listener: socket.socket):
     client, server = connected(tcp_listener)
     with client, server:
@@ -373,6 +404,6 @@ def test_arbitrary_bytes_raise_nothing_but_transport_errors(noise: bytes, is_fra
 
 def connected(listening: socket.socket, limit: int = 2**24) -> Ends:
     spoken = protocol(limit=limit)
-    accepted = in_thread(lambda: accept(listening.accept()[0], spoken, SERVER, idle_s=10))
+    accepted = in_thread(lambda: accept(listening.accept()[0], spoken, SERVER, stuck_s=10))
     client = connect(tcp_address_of(listening), spoken, CLIENT, idle_s=10)
     return client, accepted.result(patient(10))
