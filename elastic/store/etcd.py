@@ -259,10 +259,12 @@ class EtcdStore:
             key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
         )
 
+        ended = asyncio.Event()
+
         async def requests() -> AsyncIterator[Any]:
             yield rpc_pb2.WatchRequest(create_request=create)
             # Their end would be that of the watch.
-            await asyncio.Event().wait()
+            await ended.wait()
 
         # Not by `write`: of a call that is cancelled before its member has answered it never ends.
         call = endpoint.watch.Watch(requests(), metadata=(("hasleader", "true"), *self._token))
@@ -282,6 +284,8 @@ class EtcdStore:
         finally:
             del self._watches[call]
             call.cancel()
+            # Of a call that its member has ended, gRPC leaves the requests waiting.
+            ended.set()
 
     async def _call(
         self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False

@@ -1,6 +1,7 @@
 """The contract test suite of stores, run on etcd and in memory."""
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
@@ -261,6 +262,34 @@ def test_watch_on_a_member_that_never_answered_goes_along_to_one_that_does() -> 
 
     with EtcdCluster(1) as cluster, socket.create_server(("127.0.0.1", 0)) as mute:
         asyncio.run(scenario(cluster, mute))
+
+
+def test_watch_that_its_member_ends_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC leaves the requests of such a call waiting, and asyncio logged errors of that."""
+
+    async def scenario(cluster: EtcdCluster) -> None:
+        store = await EtcdStore.connect(parse_address(cluster.url))
+        before = asyncio.all_tasks()
+        watch = store.watch("/t/", 0)
+        await store.commit((), (Put("/t/a", b"1"),))
+        await anext(watch)
+        (call,) = store._watches
+        ended = asyncio.Event()
+        call.add_done_callback(lambda _: ended.set())
+        watching = asyncio.ensure_future(anext(watch))
+        cluster.kill(0)
+        async with asyncio.timeout(patient(60)):
+            await ended.wait()
+            watching.cancel()
+            while left := asyncio.all_tasks() - before:
+                await asyncio.wait(left)
+        await store.close()
+        gc.collect()
+
+    with EtcdCluster(1) as cluster:
+        asyncio.run(scenario(cluster))
+    assert "destroyed" not in caplog.text
+    assert "never retrieved" not in caplog.text
 
 
 def test_error_for_an_unreachable_coordinator_names_it_and_a_remedy() -> None:
