@@ -235,12 +235,9 @@ def _stuck_operations(analysis: Standstill, waits: Waits) -> list[Verdict]:
             if is_stopped
             else max(analysis.patience_of_s(rank) for rank in members)
         )
-        if not is_stopped:
-            patience_s = max(patience_s, analysis.patience_in_s(operation))
-        if (
-            min(waited_s.values()) < patience_s
-            or max(analysis.idle_s[rank] for rank in members) < patience_s
-        ):
+        least_s = min(min(waited_s.values()), max(analysis.idle_s[rank] for rank in members))
+        # What looks at all links is asked last.
+        if least_s < patience_s or (not is_stopped and least_s < analysis.patience_in_s(operation)):
             continue
         subject, syndrome, confidence, reasons = _blame(analysis, operation, members)
         since_s = max(analysis.moved_s(rank) for rank in members)
