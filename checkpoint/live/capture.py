@@ -291,13 +291,18 @@ class LiveStateReader:
         )
 
     def _names_without_slots(self, parameters: ModelParameters) -> Iterator[str]:
+        """Yield the names of parameters of which no rank has slots.
+
+        That this rank has none is not enough: where each rank updates some of the parameters, or
+        an expert has got no token here yet, another has them.
+        """
         for optimizer in self._optimizers:
             state = slots_of(optimizer)
-            for parameter in chain.from_iterable(map(_PARAMETERS, local_groups(optimizer))):
-                if not any(
-                    isinstance(value, torch.Tensor) for value in state.get(parameter, {}).values()
-                ):
-                    yield from parameters.shapes(parameter)
+            for group in local_groups(optimizer):
+                is_plain = type(optimizer) is torch.optim.SGD and not group["momentum"]
+                for parameter in group["params"]:
+                    if not state.get(parameter) and (is_plain or not parameter.requires_grad):
+                        yield from parameters.shapes(parameter)
 
     def _model_state(
         self, parameters: ModelParameters

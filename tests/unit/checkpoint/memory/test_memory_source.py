@@ -113,13 +113,17 @@ def test_nobody_is_asked_for_slots_that_the_nearest_rank_says_do_not_exist(
     model.weight = nn.Parameter(torch.zeros(ROWS))
     model.frozen = nn.Parameter(torch.zeros(ROWS), requires_grad=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    # Another rank may have updated it, and hold its slots.
+    model.elsewhere = nn.Parameter(torch.zeros(ROWS))
+    optimizer.add_param_group({"params": [model.elsewhere]})
     model.weight.grad = torch.ones(ROWS)
     optimizer.step()
     documents = LiveStateReader(model, [optimizer]).capture().documents
     whole = [Box((0,), (ROWS,))] * OLD_RANKS
     servers, source = source_of(monkeypatch, whole, 5, OLD_RANKS, rebuilt=[9])
     servers.documents = [documents] * OLD_RANKS
-    assert documents["optim/without slots"] == (("frozen",) if momentum else ("weight", "frozen"))
+    slotless = ("frozen",) if momentum else ("weight", "frozen", "elsewhere")
+    assert documents["optim/without slots"] == slotless
     assert set(source.slots(["weight", "frozen"])) == {"weight"}
     assert (servers.asked, servers.waited_for) == ([5], [])
 
