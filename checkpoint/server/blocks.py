@@ -66,9 +66,9 @@ class ServerConnections:
         """End the connections to others than these, and close those that were interrupted."""
         for address, connection in list(self._connections.items()):
             if address not in addresses or connection in self._interrupted:
-                self._interrupted.discard(connection)
                 del self._connections[address]
                 connection.close()
+        self._interrupted.intersection_update(self._connections.values())
 
     def interrupt(self) -> None:
         """End all connections; they stay in place, so that what uses them fails."""

@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -120,7 +121,7 @@ async def return_after_eviction(
         await asyncio.sleep(pause_s)
     if not await _outlast(lambda: _runs(store, keys), outage_s):
         return False
-    await _outlast(lambda: readmit(store, job, node, directory, check), outage_s)
+    await readmit(store, job, node, directory, check, outage_s)
     # To join a job that has ended would begin it anew.
     return await _outlast(lambda: _runs(store, keys), outage_s)
 
@@ -146,7 +147,12 @@ async def _outlast(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
 
 
 async def readmit(
-    store: Store, job: str, node: str, directory: Path, check: NodeCheck = run_doctor
+    store: Store,
+    job: str,
+    node: str,
+    directory: Path,
+    check: NodeCheck = run_doctor,
+    outage_s: float = 0.0,
 ) -> None:
     """Remove a node's eviction, if there is one and the node may return, before it joins.
 
@@ -156,12 +162,13 @@ async def readmit(
         node: name of the node.
         directory: directory for files of the check.
         check: examines the node.
+        outage_s: for how long the coordinator may be away.
 
     Raises:
         JobFailed: the node may not return; the message gives the reason and the remedy.
     """
     key = Keys(job).eviction(node)
-    for item in (await store.read(key)).items:
+    for item in (await _outlast(lambda: store.read(key), outage_s)).items:
         if item.key != key:
             continue  # Another node, whose name begins with this one's.
         eviction = Eviction.decode(item.value)
@@ -182,5 +189,6 @@ async def readmit(
                 f"and `keepstep doctor` finds: {'; '.join(findings)}. "
                 f"Repair that first, or let the node return anyway: `keepstep evict --undo {node}`"
             )
-        await store.commit((Modified(key, item.modified),), (Delete(key),))
+        lift = partial(store.commit, (Modified(key, item.modified),), (Delete(key),))
+        await _outlast(lift, outage_s)
         log.warning("`keepstep doctor` finds nothing; node %s returns", node)

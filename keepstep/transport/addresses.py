@@ -17,7 +17,8 @@ from pathlib import Path
 from keepstep.transport.errors import PeerRefused, PeerTimeout, PeerUnavailable
 
 LOST_S = 60
-"""A host that acknowledges nothing for so long is lost; networks are cut for seconds."""
+"""A host that acknowledges nothing for so long, or takes nothing, is lost; networks are cut for
+seconds."""
 
 _BACKLOG = 1024
 _TIMEVAL = struct.Struct("@ll")

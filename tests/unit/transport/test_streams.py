@@ -285,7 +285,9 @@ async def test_a_trickled_handshake_ends_at_the_deadline():
             await asyncio.wait([ended], timeout=0.02)
             if ended.done():
                 break
-        assert await ended == b""
+        (outcome,) = await asyncio.gather(ended, return_exceptions=True)
+        # The kernel resets what is closed while a byte of the peer's has not been read.
+        assert outcome == b"" or isinstance(outcome, ConnectionResetError)
         writer.close()
 
 
