@@ -34,14 +34,11 @@ class FailingCall:
     def LeaseKeepAlive(self, *_: object, **__: object) -> FailingCall:
         return self
 
-    def Watch(self, **_: object) -> FailingCall:
+    def Watch(self, *_: object, **__: object) -> FailingCall:
         return self
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         yield await self.read()
-
-    async def write(self, _: object) -> None:
-        return
 
     async def read(self) -> Any:
         self.attempts += 1
@@ -110,13 +107,10 @@ class CancellingMember:
         self.ranges: list[str | None] = []
         self.authentications = 0
 
-    def Watch(self, *, metadata: Sequence[tuple[str, str]]) -> CancellingMember:
+    def Watch(self, _: object, *, metadata: Sequence[tuple[str, str]]) -> CancellingMember:
         self.watches.append(dict(metadata).get("token"))
         assert len(self.watches) < 100, "it is asked again and again"
         return self
-
-    async def write(self, _: object) -> None:
-        return
 
     async def read(self) -> Any:
         if self.watches[-1] == self._until_token is not None:
