@@ -25,8 +25,8 @@ VALUES = "values"
 """The document that holds the JSON values that a caller gave, by name."""
 
 WITHOUT_SLOTS = "optim/without slots"
-"""The document of a shard in memory that lists the parameters which the rank updates and which have
-no slots: nobody need be asked for them. What is stored does not have it."""
+"""The document of a shard in memory that lists parameters of which no rank has slots: nobody is to
+be asked for them. What is stored does not have it."""
 
 _BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES})
 """Documents with an entry for each tensor that they are about: ranks have different ones."""

@@ -106,7 +106,7 @@ class _ScannedState:
         sizes: the number of items in each of `sized`.
         empty: places without a tensor that may get one, as (dictionary, key).
         groups: optimizer groups, with the names of their parameters.
-        without_slots: names of parameters that this rank updates and that have no slots.
+        without_slots: names of parameters of which no rank has slots.
         optimizers: the objects that the optimizers consist of.
         is_derived: a state hook makes new tensors at every call, so the walk must be repeated.
     """

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from keepstep.elastic.agent.action_log import log_action
 from keepstep.elastic.agent.peer_connections import Peer, probe
@@ -81,10 +81,9 @@ from keepstep.elastic.rendezvous.view import (
     without_unlisted_chunks,
 )
 from keepstep.elastic.store.contract import Change, Committed, Reset, Store
+from keepstep.elastic.store.outages import outlast_outage
 
 log = logging.getLogger("keepstep")
-
-T = TypeVar("T")
 
 _RENEWALS_PER_TTL = 4
 _LEAVE_TIMEOUT_S = 10.0
@@ -296,7 +295,7 @@ class Membership:
         removal = transactions.complete_restart(
             self._keys, self.view, self.record.node, self._created, request
         )
-        await _outlast_outages(lambda: self._write_until_known(removal))
+        await outlast_outage(lambda: self._write_until_known(removal))
 
     async def leave(self) -> None:
         """Give up the lease. The last member to leave deletes the job's keys."""
@@ -421,7 +420,7 @@ class Membership:
             record = self.record
             if record != self._written:
                 check_record(self.view, self._written, record)
-                await _outlast_outages(partial(self._write_record, record))
+                await outlast_outage(partial(self._write_record, record))
                 self._written = record
 
     async def _write_record(self, record: NodeRecord) -> None:
@@ -552,13 +551,3 @@ class Membership:
         with suppress(TimeoutError):
             async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
                 await self._changed.wait()
-
-
-async def _outlast_outages(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeat a call, which may be repeated, until the coordinator answers."""
-    while True:
-        try:
-            return await call()
-        except StoreUnavailable as error:
-            log.debug("%s; trying again", error)
-            await asyncio.sleep(_OUTAGE_POLL_S)

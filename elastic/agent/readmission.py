@@ -14,25 +14,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from keepstep.elastic.errors import JobFailed, StoreUnavailable
+from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.records import Eviction
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Delete, Modified, Store
+from keepstep.elastic.store.outages import outlast_outage
 from keepstep.processes import module_command
 
 log = logging.getLogger("keepstep")
 
-T = TypeVar("T")
-
 _DOCTOR_TIMEOUT_S = 300.0
 
-_OUTAGE_POLL_S = 0.5
 _FIRST_PAUSE_S = 60.0
 _PAUSE_FACTOR = 4.0
 _MOST_PAUSE_S = 3600.0
@@ -112,18 +108,18 @@ async def return_after_eviction(
         StoreUnavailable: the coordinator is gone.
     """
     keys = Keys(job)
-    evictions = await _outlast(lambda: store.read(keys.eviction(node)), outage_s)
+    evictions = await outlast_outage(lambda: store.read(keys.eviction(node)), outage_s)
     own = [item for item in evictions.items if item.key == keys.eviction(node)]
     if not own or not Eviction.decode(own[0].value).may_return:
         return False
     if pause_s:
         log.warning("node %s was evicted again; it is checked in %.0f s", node, pause_s)
         await asyncio.sleep(pause_s)
-    if not await _outlast(lambda: _runs(store, keys), outage_s):
+    if not await outlast_outage(lambda: _runs(store, keys), outage_s):
         return False
     await readmit(store, job, node, directory, check, outage_s)
     # To join a job that has ended would begin it anew.
-    return await _outlast(lambda: _runs(store, keys), outage_s)
+    return await outlast_outage(lambda: _runs(store, keys), outage_s)
 
 
 async def _runs(store: Store, keys: Keys) -> bool:
@@ -131,19 +127,6 @@ async def _runs(store: Store, keys: Keys) -> bool:
     secret = await store.read(keys.single("secret"), limit=1)
     result = await store.read(keys.single("result"), limit=1)
     return bool(secret.items) and not result.items
-
-
-async def _outlast(call: Callable[[], Awaitable[T]], outage_s: float) -> T:
-    """Repeat a call, which may be repeated, until the coordinator answers, or for `outage_s`."""
-    until_s = time.monotonic() + outage_s
-    while True:
-        try:
-            return await call()
-        except StoreUnavailable as error:
-            if time.monotonic() > until_s:
-                raise
-            log.debug("%s; trying again", error)
-            await asyncio.sleep(_OUTAGE_POLL_S)
 
 
 async def readmit(
@@ -168,7 +151,7 @@ async def readmit(
         JobFailed: the node may not return; the message gives the reason and the remedy.
     """
     key = Keys(job).eviction(node)
-    for item in (await _outlast(lambda: store.read(key), outage_s)).items:
+    for item in (await outlast_outage(lambda: store.read(key), outage_s)).items:
         if item.key != key:
             continue  # Another node, whose name begins with this one's.
         eviction = Eviction.decode(item.value)
@@ -190,5 +173,5 @@ async def readmit(
                 f"Repair that first, or let the node return anyway: `keepstep evict --undo {node}`"
             )
         lift = partial(store.commit, (Modified(key, item.modified),), (Delete(key),))
-        await _outlast(lift, outage_s)
+        await outlast_outage(lift, outage_s)
         log.warning("`keepstep doctor` finds nothing; node %s returns", node)

@@ -528,8 +528,8 @@ class Job:
             ):
                 self._recover_after_loop()
         self._session.report(Finishing(step=final.step))
-        is_stored = self._checkpoint is not None and final.step > 0
-        if is_stored and not self._session.wait_for_stored(final.step, generation):
+        stores = self._checkpoint is not None and final.step > 0
+        if stores and not self._session.wait_for_stored(final.step, generation):
             self._recover_after_loop()
 
     def _recover_after_loop(self, error: Exception | None = None) -> NoReturn:

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 
-from keepstep.transport.addresses import open_socket, peer_name, prepare
+from keepstep.transport.addresses import LOST_S, open_socket, peer_name, prepare
 from keepstep.transport.blocking_socket import BlockingSocket
 from keepstep.transport.connection import Connection
 from keepstep.transport.errors import ConnectionLost, TransportError
@@ -27,9 +27,6 @@ from keepstep.transport.protocol import (
 
 HANDSHAKE_S = 10.0
 IDLE_S = 30.0
-STUCK_S = 60.0
-"""What is being sent stays in memory: a peer that is lost or stopped must not keep it for ever. One
-that reads from several takes each in turn, for seconds."""
 
 
 def connect(
@@ -69,7 +66,7 @@ def accept(
     identity: Identity,
     *,
     handshake_s: float = HANDSHAKE_S,
-    stuck_s: float = STUCK_S,
+    stuck_s: float = LOST_S,
 ) -> Connection[ServerT, ClientT]:
     """Authenticate a connection that came in, which this owns from now on, both ways.
 
@@ -80,7 +77,8 @@ def accept(
         protocol: what is spoken there.
         identity: who this side is.
         handshake_s: how long authenticating may take in total.
-        stuck_s: how long sending waits from then on while the peer takes not a byte.
+        stuck_s: how long sending waits from then on while the peer takes not a byte: what is sent
+            stays in memory. A peer that reads from several takes each in turn, for seconds.
 
     Raises as `connect` does.
     """

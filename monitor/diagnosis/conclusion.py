@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from keepstep.monitor.diagnosis.activity import QuietProcess, follow_processes
-from keepstep.monitor.diagnosis.delays import find_slow_links
+from keepstep.monitor.diagnosis.delays import LinkInputs, find_slow_links
 from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest
 from keepstep.monitor.diagnosis.hangs import find_hangs
 from keepstep.monitor.diagnosis.lateness import Lateness
@@ -374,12 +374,9 @@ def _judge_steps(
         ),
         slow,
     )
-    links, slow_links = find_slow_links(
-        window.links, window.link_counts, nodes, step_s, ended_s, slow
-    )
-    lossy, unsteady_links = find_lossy_links(
-        window.averages, window.link_counts, nodes, step_s, ended_s, slow
-    )
+    job_links = LinkInputs(counts=window.link_counts, nodes=nodes, step_s=step_s, since_s=ended_s)
+    links, slow_links = find_slow_links(window.links, job_links, slow)
+    lossy, unsteady_links = find_lossy_links(window.averages, job_links, slow)
     if not links:
         links = lossy
     changed = window.own.values - window.own.past
@@ -397,9 +394,7 @@ def _judge_steps(
         # Slow collectives are additional evidence: among links too noisy to be found alone, half
         # the deviation suffices.
         half = replace(slow, sigmas=slow.sigmas / 2)
-        likely_links, slow_links = find_slow_links(
-            window.links, window.link_counts, nodes, step_s, ended_s, half
-        )
+        likely_links, slow_links = find_slow_links(window.links, job_links, half)
         links = tuple(
             replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely_links
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -97,50 +98,59 @@ def delay_matrix(history: StepSeries, ranks: Sequence[int]) -> np.ndarray:
     return matrix
 
 
-def find_slow_links(
-    history: StepSeries,
-    counts: Mapping[int, float],
-    nodes: Mapping[int, str],
-    step_s: float,
-    since_s: Sequence[float],
-    thresholds: SlowThresholds,
-) -> tuple[tuple[Verdict, ...], np.ndarray]:
-    """Return verdicts on links, senders and receivers, and which keys deviate.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkInputs:
+    """Inputs of `find_slow_links` beside the series.
 
     Args:
-        history: median delays of each step, by packed link.
-        counts, nodes, step_s, since_s, thresholds: as for `judge_cells`.
+        counts: messages a step, by packed link.
+        nodes: each rank's node.
+        step_s: the job's step time.
+        since_s: when each step of the history ended, by the job's clock.
     """
-    verdicts, hot = judge_cells(history, counts, nodes, step_s, since_s, thresholds)
-    return verdicts or _pairs(history, nodes, since_s, thresholds), hot
+
+    counts: Mapping[int, float]
+    nodes: Mapping[int, str]
+    step_s: float
+    since_s: Sequence[float]
+
+    def per_step(self, keys: np.ndarray) -> np.ndarray:
+        """Return the messages a step of each link."""
+        return np.array([self.counts.get(key, 1.0) for key in keys.tolist()])
+
+    def began_s(self, position: int) -> float:
+        """Return when a deviation began that shows from a position of the history on."""
+        if not self.since_s:
+            return 0.0
+        return float(self.since_s[min(position, len(self.since_s) - 1)])
+
+
+def find_slow_links(
+    history: StepSeries, job: LinkInputs, thresholds: SlowThresholds
+) -> tuple[tuple[Verdict, ...], np.ndarray]:
+    """Return verdicts on links, senders and receivers by median delays, and which keys deviate."""
+    verdicts, hot = judge_cells(history, job, thresholds)
+    return verdicts or _pairs(history, job, thresholds), hot
 
 
 def judge_cells(
-    history: StepSeries,
-    counts: Mapping[int, float],
-    nodes: Mapping[int, str],
-    step_s: float,
-    since_s: Sequence[float],
-    thresholds: SlowThresholds,
+    history: StepSeries, job: LinkInputs, thresholds: SlowThresholds
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return verdicts on slow cells of the delay matrix by their shape, and which keys deviate.
 
     Args:
         history: delays, by packed link; of each step their median or their average.
-        counts: messages a step, by packed link.
-        nodes: each rank's node.
-        step_s: the job's step time.
-        since_s: when each step of the history ended, by the job's clock.
+        job: the other inputs.
         thresholds: how far and how long.
     """
     senders, receivers, classes = unpack(history.keys)
-    groups = classes * 2 + same_node(senders, receivers, nodes)
+    groups = classes * 2 + same_node(senders, receivers, job.nodes)
     deviation = deviations(history, groups, thresholds.transfer_ratio, thresholds)
     if not len(history.keys):
         return (), deviation.hot
-    per_step = np.array([counts.get(int(key), 1.0) for key in history.keys])
-    cost_s = np.nan_to_num(deviation.excess_s) * per_step
-    is_costly = deviation.hot & (cost_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
+    cost_s = np.nan_to_num(deviation.excess_s) * job.per_step(history.keys)
+    least_s = max(thresholds.cost_share * job.step_s, thresholds.cost_s)
+    is_costly = deviation.hot & (cost_s >= least_s)
     is_costly &= share_of(is_costly, groups) <= 0.5
     verdicts = [
         _verdict(
@@ -150,10 +160,10 @@ def judge_cells(
             history,
             deviation,
             cost_s,
-            since_s,
+            job,
         )
         for subject, cells in _shape(
-            senders, receivers, is_costly, nearly_slow(is_costly, deviation.ratio), nodes
+            senders, receivers, is_costly, nearly_slow(is_costly, deviation.ratio), job.nodes
         )
     ]
     return tuple(verdicts), deviation.hot
@@ -225,7 +235,7 @@ def _verdict(
     history: StepSeries,
     deviation: Deviations,
     cost_s: np.ndarray,
-    since_s: Sequence[float],
+    job: LinkInputs,
 ) -> Verdict:
     """Return a verdict on one subject and its slow cells."""
     senders, receivers, _ = unpack(history.keys)
@@ -248,13 +258,8 @@ def _verdict(
         subject,
         evidence,
         float(max(cost_s[at] for at in cells)),
-        began_at_s(int(deviation.since[worst]), since_s),
+        job.began_s(int(deviation.since[worst])),
     )
-
-
-def began_at_s(position: int, since_s: Sequence[float]) -> float:
-    """Return when a deviation began that shows from a position of the history on."""
-    return float(since_s[min(position, len(since_s) - 1)]) if len(since_s) else 0.0
 
 
 def slow_verdict(
@@ -272,12 +277,7 @@ def slow_verdict(
     )
 
 
-def _pairs(
-    history: StepSeries,
-    nodes: Mapping[int, str],
-    since_s: Sequence[float],
-    thresholds: SlowThresholds,
-) -> tuple[Verdict, ...]:
+def _pairs(history: StepSeries, job: LinkInputs, thresholds: SlowThresholds) -> tuple[Verdict, ...]:
     """Judge two links without other peers.
 
     Which of the two is at fault is inconclusive unless their past shows it.
@@ -285,7 +285,7 @@ def _pairs(
     if len(history.keys) != 2:
         return ()
     senders, receivers, classes = unpack(history.keys)
-    is_same = same_node(senders, receivers, nodes)
+    is_same = same_node(senders, receivers, job.nodes)
     if classes[0] != classes[1] or is_same[0] != is_same[1]:
         return ()
     difference = history.values[:, 0] - history.values[:, 1]
@@ -305,18 +305,18 @@ def _pairs(
         f"{np.exp(abs(middle)):.1f} times as long as those of the only other link"
     )
     if changed[slower] > limit and abs(changed[1 - slower]) < limit / 2:
-        subject = link_subject(int(senders[slower]), int(receivers[slower]), nodes)
+        subject = link_subject(int(senders[slower]), int(receivers[slower]), job.nodes)
         reason = "the other link has not changed from its past"
         confidence, advice = 0.7, Advice.ALERT
     else:
-        subject = group_subject({*senders.tolist(), *receivers.tolist()}, nodes)
+        subject = group_subject({*senders.tolist(), *receivers.tolist()}, job.nodes)
         reason = "only two links to compare, and their past shows no cause: inconclusive"
         confidence, advice = 0.3, Advice.OBSERVE
     return (
         Verdict(
             subject=subject,
             syndrome=Syndrome.COMMUNICATION_SLOW,
-            since_s=float(since_s[0]) if len(since_s) else 0.0,
+            since_s=job.began_s(0),
             evidence=(sentence, reason),
             confidence=confidence,
             cost_s_per_step=excess_s,

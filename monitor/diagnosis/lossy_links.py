@@ -9,13 +9,13 @@ more is named. What deviates only by direction, as all that one rank receives, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from keepstep.monitor.diagnosis.delays import (
-    began_at_s,
+    LinkInputs,
     judge_cells,
     lines_of,
     link_keys,
@@ -37,60 +37,47 @@ high."""
 
 
 def find_lossy_links(
-    history: StepSeries,
-    counts: Mapping[int, float],
-    nodes: Mapping[int, str],
-    step_s: float,
-    since_s: Sequence[float],
-    thresholds: SlowThresholds,
+    history: StepSeries, job: LinkInputs, thresholds: SlowThresholds
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
-    """Return verdicts on links that lose packets, and which keys deviate.
-
-    Args:
-        history: average delays of each step, by packed link.
-        counts, nodes, step_s, since_s, thresholds: as for `find_slow_links`.
-    """
+    """Return verdicts on links that lose packets, by average delays, and which keys deviate."""
     if not len(history.keys):
         return (), np.zeros(0, bool)
     recent = replace(history, values=_over_steps(history.values, _AVERAGED_STEPS))
     pairs, pair_of = _by_pair(recent)
     first, second, classes = unpack(pairs.keys)
-    groups = classes * 2 + same_node(first, second, nodes)
+    groups = classes * 2 + same_node(first, second, job.nodes)
     deviation = deviations(pairs, groups, thresholds.job_transfer_ratio, thresholds)
-    per_step = np.bincount(pair_of, [counts.get(int(key), 1.0) for key in history.keys])
+    per_step = np.bincount(pair_of, job.per_step(history.keys))
     cost_s = np.nan_to_num(deviation.excess_s) * per_step
-    least_s = max(thresholds.job_cost_share * step_s, thresholds.cost_s)
+    least_s = max(thresholds.job_cost_share * job.step_s, thresholds.cost_s)
     is_costly = deviation.hot & (cost_s >= least_s)
     is_costly &= share_of(is_costly, groups) <= 0.5
     senders, receivers, _ = unpack(history.keys)
     delay_s = np.nanmean(np.exp(recent.values), axis=0)
     verdicts = []
     for subject, found in _shape_of_pairs(
-        first, second, is_costly, nearly_slow(is_costly, deviation.ratio), nodes
+        first, second, is_costly, nearly_slow(is_costly, deviation.ratio), job.nodes
     ):
         cells = np.flatnonzero(np.isin(pair_of, found))
         worst = int(cells[np.nanargmax(delay_s[cells])])
         pair = int(pair_of[worst])
         if subject is None:
-            subject = link_subject(int(senders[worst]), int(receivers[worst]), nodes)
+            subject = link_subject(int(senders[worst]), int(receivers[worst]), job.nodes)
         evidence = (
             f"from rank {senders[worst]} to {receivers[worst]} a message takes "
             f"{delay_s[worst]:.4f} s on average, and both directions together "
             f"{deviation.ratio[pair]:.1f} times the expected delay",
             "few messages take so long: packets may be lost, of either direction",
         )
-        verdicts.append(
-            slow_verdict(
-                subject, evidence, float(max(cost_s[at] for at in found)),
-                began_at_s(int(deviation.since[pair]), since_s),
-            )
-        )  # fmt: skip
+        worst_cost_s = float(max(cost_s[at] for at in found))
+        began_s = job.began_s(int(deviation.since[pair]))
+        verdicts.append(slow_verdict(subject, evidence, worst_cost_s, began_s))
     stricter = replace(
         thresholds,
         transfer_ratio=thresholds.job_transfer_ratio,
         cost_share=thresholds.job_cost_share,
     )
-    of_cells, hot = judge_cells(history, counts, nodes, step_s, since_s, stricter)
+    of_cells, hot = judge_cells(history, job, stricter)
     if not verdicts:
         sentence = "this is the average, and few messages take so long: packets may be lost"
         verdicts = [

@@ -80,8 +80,8 @@ def find_slow_transfers(
         slow = members[is_costly[members]]
         if 2 * len(slow) > len(members):
             continue
-        identities = [int(history.keys[at]) >> _CLASS_BITS for at in slow]
-        others = [int(history.keys[at]) >> _CLASS_BITS for at in members if not deviation.hot[at]]
+        identities = communicators_of(history.keys[slow]).tolist()
+        others = communicators_of(history.keys[members[~deviation.hot[members]]]).tolist()
         subject, confidence = _localise(identities, others, fabric)
         worst = slow[np.argmax(cost_s[slow])]
         verdicts.append(
@@ -92,7 +92,7 @@ def find_slow_transfers(
 
 def _groups(keys: np.ndarray, fabric: TransferInputs) -> np.ndarray:
     """Return a group number for each key: of (ranks, size class, within a node or across)."""
-    distinct, index = np.unique(keys >> _CLASS_BITS, return_inverse=True)
+    distinct, index = np.unique(communicators_of(keys), return_inverse=True)
     sizes = np.zeros(len(distinct), np.int64)
     across = np.zeros(len(distinct), bool)
     for at, identity in enumerate(distinct.tolist()):
@@ -151,7 +151,7 @@ def _verdict(
     fabric: TransferInputs,
 ) -> Verdict:
     """Return a verdict on one subject and its slow communicators."""
-    identity = int(history.keys[worst]) >> _CLASS_BITS
+    identity = int(communicators_of(history.keys[worst]))
     communicator = fabric.communicators.get(identity)
     name = communicator.name if communicator else str(identity)
     transfer_s = np.exp(np.nanmedian(history.values[:, worst]))

@@ -50,6 +50,19 @@ def test_a_loop_was_left_early_only_before_the_end_of_its_pass(passes: Passes) -
     assert not passes.was_left_early(Position(9, 9))
 
 
+def test_a_guard_counts_once_it_was_completed_after_the_loop_of_the_present_pass(
+    passes: Passes,
+) -> None:
+    passes.complete_guard()
+    assert not passes.was_guarded
+    passes.leave_loop()
+    assert not passes.was_guarded
+    passes.complete_guard()
+    assert passes.was_guarded
+    passes.begin(DataPass(passes.count, passes.end, 1, range(10), 2, steps=5))
+    assert not passes.was_guarded
+
+
 def test_a_stop_holds_in_its_pass_and_in_no_state_from_before_it(passes: Passes) -> None:
     passes.request_stop(Position(5, 5))
     assert not passes.is_stop_requested(Position(4, 4))

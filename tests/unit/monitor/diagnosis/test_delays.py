@@ -7,6 +7,7 @@ import numpy as np
 
 from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
 from keepstep.monitor.diagnosis.delays import (
+    LinkInputs,
     delay_matrix,
     find_slow_links,
     link_keys,
@@ -22,6 +23,7 @@ from tests.unit.monitor.diagnosis.trace_text import parse
 
 NODES = {rank: f"n{rank}" for rank in range(6)}
 EXACT = dict.fromkeys(NODES, 0.0)
+JOB = LinkInputs(counts={}, nodes=NODES, step_s=0.5, since_s=[float(step) for step in range(10)])
 MESH = list(itertools.permutations(range(6), 2))
 
 
@@ -40,9 +42,7 @@ def delays(
 
 
 def subjects(history: StepSeries) -> list[str]:
-    verdicts, _ = find_slow_links(
-        history, {}, NODES, 0.5, [float(step) for step in range(10)], SlowThresholds()
-    )
+    verdicts, _ = find_slow_links(history, JOB, SlowThresholds())
     return sorted(str(verdict.subject) for verdict in verdicts)
 
 
@@ -70,9 +70,9 @@ def test_slow_row_is_a_sender_and_slow_column_a_receiver() -> None:
     )
     assert subjects(delays(row)) == ["rank 1 on n1"]
     assert subjects(delays(column)) == ["rank 4 on n4"]
-    verdicts, _ = find_slow_links(delays(row), {}, NODES, 0.5, [0.0] * 10, SlowThresholds())
+    verdicts, _ = find_slow_links(delays(row), JOB, SlowThresholds())
     assert "row" in verdicts[0].evidence[0]
-    verdicts, _ = find_slow_links(delays(column), {}, NODES, 0.5, [0.0] * 10, SlowThresholds())
+    verdicts, _ = find_slow_links(delays(column), JOB, SlowThresholds())
     assert "column" in verdicts[0].evidence[0]
 
 
@@ -93,7 +93,9 @@ def test_slow_receiver_is_named_while_one_of_its_links_became_slow_recently() ->
             step, keys, np.array([0.04 if link in slow else 0.001 for link in links]), 10
         )
     ended_s = [float(step) for step in range(10)]
-    verdicts, _ = find_slow_links(history, {}, NODES, 0.1, ended_s, SlowThresholds())
+    verdicts, _ = find_slow_links(
+        history, LinkInputs(counts={}, nodes=NODES, step_s=0.1, since_s=ended_s), SlowThresholds()
+    )
     assert [str(verdict.subject) for verdict in verdicts] == ["rank 2 on n2"]
 
 

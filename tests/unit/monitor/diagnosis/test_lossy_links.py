@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from keepstep.monitor.diagnosis.delays import link_keys
+from keepstep.monitor.diagnosis.delays import LinkInputs, link_keys
 from keepstep.monitor.diagnosis.history import NOTHING, StepSeries
 from keepstep.monitor.diagnosis.lateness import Lateness
 from keepstep.monitor.diagnosis.lossy_links import find_lossy_links
@@ -26,10 +26,12 @@ def stall_s(rng: np.random.Generator, lost: float) -> float:
 def subjects_of(history: StepSeries, step: int) -> list[str]:
     verdicts, _ = find_lossy_links(
         history,
-        dict.fromkeys(history.keys.tolist(), MESSAGES),
-        NODES,
-        0.5,
-        [float(at) for at in range(step)],
+        LinkInputs(
+            counts=dict.fromkeys(history.keys.tolist(), MESSAGES),
+            nodes=NODES,
+            step_s=0.5,
+            since_s=[float(at) for at in range(step)],
+        ),
         THRESHOLDS,
     )
     return [str(verdict.subject) for verdict in verdicts]
