@@ -187,12 +187,16 @@ class EtcdStore:
         """See `Store.renew`."""
 
         async def renew_once(endpoint: _Endpoint) -> Any:
-            call = endpoint.lease.LeaseKeepAlive(
-                iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), **self._options()
-            )
-            async for reply in call:
-                return reply
-            raise StoreUnavailable("the stream ended")
+            # Requests that are iterated over are sent by a task, which can outlive the call.
+            call = endpoint.lease.LeaseKeepAlive(**self._options())
+            try:
+                await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=lease))
+                reply = await call.read()
+            finally:
+                call.cancel()
+            if reply is grpc.aio.EOF:
+                raise StoreUnavailable("the stream ended")
+            return reply
 
         reply = await self._call(renew_once)
         if reply.TTL <= 0:

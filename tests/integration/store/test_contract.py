@@ -292,6 +292,29 @@ def test_watch_that_its_member_ends_leaves_nothing_behind(caplog: pytest.LogCapt
     assert "never retrieved" not in caplog.text
 
 
+def test_renewal_that_is_cancelled_leaves_nothing_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A task of gRPC's that sends requests waits for ever if its call has not begun by then."""
+
+    async def scenario(cluster: EtcdCluster) -> None:
+        store = await EtcdStore.connect(parse_address(cluster.url))
+        lease = await store.grant(60)
+        for turns in range(200):
+            renewing = asyncio.ensure_future(store.renew(lease))
+            for _ in range(turns % 20):
+                await asyncio.sleep(0)
+            renewing.cancel()
+            await asyncio.wait([renewing])
+        assert await store.renew(lease) > 0
+        gc.collect()
+        await store.close()
+
+    with EtcdCluster(1) as cluster:
+        asyncio.run(scenario(cluster))
+    assert "destroyed" not in caplog.text
+
+
 def test_error_for_an_unreachable_coordinator_names_it_and_a_remedy() -> None:
     async def scenario() -> None:
         with pytest.raises(StoreUnavailable, match=r"127.0.0.1:9.*--store"):
