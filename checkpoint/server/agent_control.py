@@ -127,14 +127,17 @@ class AgentCommands:
     def _discard_damaged(self) -> None:
         """Forget snapshots whose bytes have changed since they were sealed.
 
-        They are rebuilt from parity, if there is any.
+        They are rebuilt from parity, if there is any. So are those of which a rank of this node has
+        given up its shard for the next step: parity is of all shards of a node together.
         """
         for sealed in self._memory.sealed():
-            if not self._protection.is_intact(sealed.snapshot):
+            is_intact = self._protection.is_intact(sealed.snapshot)
+            if not is_intact:
                 log.error(
                     "memory of step %d has changed since it was sealed; it is not used",
                     sealed.snapshot.step,
                 )
+            if not is_intact or not self._protection.is_complete(sealed.snapshot):
                 self._memory.discard(sealed.snapshot)
 
     def _holdings(self) -> NodeHoldings:

@@ -147,12 +147,22 @@ class Protection:
         return self._parity.table(snapshot, position)
 
     def is_intact(self, snapshot: SnapshotId) -> bool:
-        """Whether this node's own bytes of a snapshot are those that were sealed.
+        """Whether the shards that this node holds of a snapshot are as they were sealed.
 
         True if that is not known, because the snapshot is not protected by parity.
         """
-        table = self._parity.own_table(snapshot)
-        return table is None or self._compute_shard_table(snapshot) == table
+        sealed = self._parity.own_table(snapshot)
+        if sealed is None:
+            return True
+        crcs = {shard.rank: shard.crc for shard in sealed}
+        held = self._compute_shard_table(snapshot)
+        return all(crcs.get(shard.rank, shard.crc) == shard.crc for shard in held)
+
+    def is_complete(self, snapshot: SnapshotId) -> bool:
+        """Whether this node holds all shards that its ranks sealed, as far as that is known."""
+        sealed = self._parity.own_table(snapshot)
+        held = {shard.rank for shard in self._memory.own_shards(snapshot)}
+        return sealed is None or held == {shard.rank for shard in sealed}
 
     def stop(self) -> None:
         """Give up what is under way, and end all waits."""

@@ -21,7 +21,7 @@ from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.transport import Identity, PeerUnavailable
 from tests.patience import patient
-from tests.unit.checkpoint.server.sealed import open_memory
+from tests.unit.checkpoint.server.sealed import open_memory, seal
 
 OLDER, NEWER = SnapshotId(1, 1), SnapshotId(1, 2)
 GROUP = ErasureGroup(generation=1, addresses=("a",), position=0, parity=0)
@@ -178,3 +178,29 @@ def test_a_connection_that_was_interrupted_is_made_anew(monkeypatch: pytest.Monk
     connections.retain_only(["tcp:b:1"])
     assert first.calls == ["interrupt", "close"]
     assert connections.get("tcp:b:1") is not first
+
+
+def test_shard_that_was_given_up_is_no_changed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step that not all ranks had sealed, damaged memory was reported falsely."""
+    monkeypatch.setattr(Protection, "_encode", lambda *_: None)
+    protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
+    memory = open_memory()
+    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
+    try:
+        protection.open_generation(PAIR)
+        for rank in (0, 1):
+            seal(memory, OLDER, rank, {"w": rank}, commit=False)
+        protection.protect(OLDER)
+        assert protected.get(timeout=patient(60)) == OLDER
+        assert protection.is_intact(OLDER)
+        assert protection.is_complete(OLDER)
+        memory.begin(NEWER, 1, 1, (), discard_uncommitted=True)
+        assert [shard.rank for shard in memory.own_shards(OLDER)] == [0]
+        assert protection.is_intact(OLDER)
+        assert not protection.is_complete(OLDER)
+        memory.memory(OLDER, 0).buffer[0] ^= 1
+        assert not protection.is_intact(OLDER)
+    finally:
+        protection.stop()
+        protection.close()
+        memory.close()
