@@ -39,9 +39,13 @@ def run(
     ) as running:
         for node in nodes + spares:
             running.start(node)
-        # Nothing is damaged before: a job of short steps may be over when a spare joins.
+        # Nothing is damaged before: a job of short steps may be over when a spare can take part.
         running.wait_until(
-            lambda view: len(view.nodes) == len(nodes + spares) or view.result is not None, 120
+            lambda view: (
+                sum(node.record.warm for node in view.nodes.values()) == len(nodes + spares)
+                or view.result is not None
+            ),
+            120,
         )
         (log / "complete").touch()
         view = running.wait_until(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -37,8 +37,8 @@ class FailingCall:
     def Watch(self, *_: object, **__: object) -> FailingCall:
         return self
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        yield await self.read()
+    async def write(self, _: object) -> None:
+        return
 
     async def read(self) -> Any:
         self.attempts += 1
