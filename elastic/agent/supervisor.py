@@ -133,7 +133,7 @@ class Worker:
         )
         if fork_server is None:
             with worker_end:
-                worker._begin(_spawn(command, environment, worker_end, worker.board))
+                worker._start_program(command, environment, worker_end)
         else:
             worker._starting = asyncio.create_task(
                 worker._start_by(fork_server, command, environment, worker_end)
@@ -151,12 +151,8 @@ class Worker:
             try:
                 pid = await fork_server.fork(worker_end.fileno(), self.board.descriptor)
             except ForkingUnavailable:
-                try:
-                    pid = _spawn(command, environment, worker_end, self.board)
-                except OSError as error:
-                    log.error("a worker process cannot be started: %s", error)
-                    self._note_exit(_NEVER_STARTED)
-                    return
+                self._start_program(command, environment, worker_end)
+                return
             try:
                 self._begin(pid)
             except OSError as error:
@@ -165,6 +161,15 @@ class Worker:
                 await asyncio.to_thread(os.waitpid, pid, 0)
                 self.pid = 0
                 self._note_exit(_NEVER_STARTED)
+
+    def _start_program(
+        self, command: Command, environment: Mapping[str, str], worker_end: socket.socket
+    ) -> None:
+        try:
+            self._begin(_spawn(command, environment, worker_end, self.board))
+        except OSError as error:
+            log.error("a worker process cannot be started: %s", error)
+            self._note_exit(_NEVER_STARTED)
 
     def _begin(self, pid: int) -> None:
         """Supervise a process from now on; it is a child that nobody has waited for."""
@@ -289,8 +294,8 @@ class Worker:
             try:
                 if not copies_output(child.cmdline()):
                     child.kill()
-            except psutil.NoSuchProcess:
-                continue
+            except psutil.Error:
+                continue  # It has ended, or is another user's, by sudo.
 
     def _reap(self) -> None:
         """Take note of the exit. The pidfd is readable: the process has ended."""

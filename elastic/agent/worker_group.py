@@ -440,13 +440,7 @@ class WorkerGroup:
             case Failed():
                 # Its exit may be long in coming: until then what runs at exit runs.
                 worker.is_ending = True
-                kind = FailureKind.FATAL if message.is_fatal else FailureKind.WORKER
-                self._record_failure(
-                    kind,
-                    _describe_failed_script(worker, message),
-                    worker.rank,
-                    error=self._identify(worker, message),
-                )
+                self._note_failed_script(worker, message)
             case RestartRequested(reason=reason):
                 worker.asks_replacement = True
                 kind = FailureKind.RESTART if message.is_for_script else FailureKind.PEER
@@ -465,6 +459,18 @@ class WorkerGroup:
                     self._log_restored(message)
                 if worker.assignment is not None:
                     self._phases.add(worker.assignment.local_rank, message)
+
+    def _note_failed_script(self, worker: Worker, message: Failed) -> None:
+        # What a script raises when its agent ends it is no failure, and what breaks in it with a
+        # lost peer is not its own.
+        if worker.is_stopping:
+            return
+        text = _describe_failed_script(worker, message)
+        if message.is_peer:
+            self._record_failure(FailureKind.PEER, text)
+            return
+        kind = FailureKind.FATAL if message.is_fatal else FailureKind.WORKER
+        self._record_failure(kind, text, worker.rank, error=self._identify(worker, message))
 
     def _log_restored(self, restored: Restored) -> None:
         url = f" ({self.checkpoint_url})" if "storage" in restored.source else ""
@@ -500,7 +506,8 @@ class WorkerGroup:
                 log.warning("a worker process %s while it warmed up", describe_exit(code))
         else:
             self._read_progress(worker)
-            if code != 0 and not (worker.is_stopping or worker.asks_replacement):
+            is_known = worker.is_stopping or worker.asks_replacement or worker.is_ending
+            if code != 0 and not is_known:
                 self._record_failure(FailureKind.WORKER, _describe_exit(worker, code), worker.rank)
         worker.close()
 

@@ -75,8 +75,13 @@ class _Agreement:
 
     @property
     def is_worth_retrying(self) -> bool:
-        """Whether a later agreement may have another result: the commit is still expected."""
-        return self.is_wanted and not self.is_possible
+        """Whether a later agreement may have another result.
+
+        The commit is still expected, or by then a rank knows that its copy is torn. Also where no
+        snapshot is wanted: the generation may end after this step, and a rank that does not know of
+        another's torn copy would wait for a commit that never comes.
+        """
+        return not self.is_possible
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +229,7 @@ class SnapshotManager:
         """
         while self._is_intact and self._last_snapshot_step != position.step and position.step > 0:
             self._wait()
-            if self._is_torn:
+            if self._is_torn and not self._discard_uncommitted:
                 return
             if not self.snapshot(position) and not wait_for_commit(self._last_snapshot_step):
                 return

@@ -27,6 +27,7 @@ from keepstep.elastic.worker.messages import (
     Warm,
     sendable,
 )
+from keepstep.elastic.worker.peer_failure import is_peer_failure
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
     place_of,
@@ -82,9 +83,8 @@ def _end(status: int) -> NoReturn:
     Native threads of process groups that the script still refers to abort some interpreters that
     end in good order, which would look like a failure.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # It also wakes the threads of executors that nobody has shut down, which else never end.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -144,6 +144,7 @@ def _run(session: Session, command: Command) -> None:
                 traceback=sendable(traceback_of(error)),
                 is_fatal=is_fatal(error),
                 place=sendable(place_of(error)),
+                is_peer=is_peer_failure(error),
             )
         )
         _end(1)

@@ -155,12 +155,14 @@ class Failed(Message, frozen=True, kw_only=True):
         is_fatal: the cause is what the user gave, so that another attempt would end alike.
         place: the exception's type, and the line that raised it; "" if what surrounds the job may
             be the cause, so that it may not come again.
+        is_peer: a peer's or the network's failure has caused it, as far as is known.
     """
 
     error: str
     traceback: str
     is_fatal: bool = False
     place: str = ""
+    is_peer: bool = False
 
 
 class RestartRequested(Message, frozen=True, kw_only=True):

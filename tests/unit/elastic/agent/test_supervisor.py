@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from keepstep.elastic.agent import supervisor
@@ -48,3 +50,60 @@ def test_what_a_worker_left_running_is_killed_before_its_id_may_be_anothers(
 
     asyncio.run(scenario())
     assert states == ["Z"], "it has ended, and nobody has waited for it"
+
+
+def test_process_that_cannot_be_started_has_failed_and_ends_no_agent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node was lost with its memory where there was no room for a process for a moment."""
+
+    def spawn(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(supervisor, "_spawn", spawn)
+
+    async def scenario() -> None:
+        events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        worker = Worker.start(Command(CommandKind.PROGRAM, "", ()), {}, events.put_nowait)
+        async with asyncio.timeout(patient(10)):
+            match await events.get():
+                case WorkerExit(ended, code):
+                    assert ended is worker
+                    assert code != 0
+                case other:
+                    raise AssertionError(other)
+        worker.close()
+
+    asyncio.run(scenario())
+    assert "a worker process cannot be started" in caplog.text
+
+
+def test_process_of_another_user_keeps_no_other_from_being_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the script had started by sudo ended the agent, and hid why the job had failed."""
+    killed: list[str] = []
+
+    class Child:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def cmdline(self) -> list[str]:
+            return [self.name]
+
+        def kill(self) -> None:
+            if self.name == "another user's":
+                raise psutil.AccessDenied(1)
+            killed.append(self.name)
+
+    children = [Child("another user's"), Child("own")]
+    monkeypatch.setattr(supervisor, "_spawn", spawning("sleep", "600"))
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: children)
+
+    async def scenario() -> None:
+        worker = Worker.start(Command(CommandKind.PROGRAM, "", ()), {}, lambda _: None)
+        async with asyncio.timeout(patient(30)):
+            await worker.stop(0.0)
+
+    asyncio.run(scenario())
+    assert killed == ["own"]

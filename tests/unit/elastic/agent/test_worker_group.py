@@ -265,6 +265,73 @@ def script(directory: Path, code: str) -> Command:
     return Command(CommandKind.SCRIPT, str(path), ())
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_script_that_leaves_an_executor_running_ends(tmp_path: Path, status: int) -> None:
+    """Its threads wait for work until the interpreter ends, which waits for them."""
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+pool.submit(int).result()
+
+def keeps_the_globals() -> None: ...
+
+sys.exit({status})
+""")
+
+    async def scenario() -> None:
+        async with running(Command(CommandKind.SCRIPT, str(path), ()), 1) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.workers[0].code == status
+            await group.until(lambda: group.done or group.failure is not None)
+            assert group.done == (status == 0)
+
+    play(scenario())
+
+
+def test_what_a_script_raises_because_it_is_ended_is_no_failure(tmp_path: Path) -> None:
+    """The second change of the members ended a job, as one whose error had come again."""
+    began = tmp_path / "began"
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import signal, time
+
+def stop(*_: object) -> None:
+    raise ValueError("asked to stop")
+
+signal.signal(signal.SIGTERM, stop)
+open({str(began)!r}, "w")
+time.sleep(600)
+""")
+
+    async def scenario() -> None:
+        async with running(Command(CommandKind.SCRIPT, str(path), ()), 1) as group:
+            await until_holds(began, "")
+            assert not await group.drain(abort=False, limit_s=30.0)
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.workers[0].code == 1
+            assert group.failure is None
+
+    play(scenario())
+
+
+def test_collective_that_breaks_in_a_script_that_does_not_report_is_blamed_on_a_peer(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("raise RuntimeError('[gloo/pair.cc] Connection closed by peer')")
+
+    async def scenario() -> None:
+        async with running(Command(CommandKind.SCRIPT, str(path), ()), 1) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.failure is not None
+            assert group.failure.kind is FailureKind.PEER
+            assert "Connection closed by peer" in group.failure.message
+
+    play(scenario())
+
+
 def test_worker_that_waits_where_no_abort_ends_it_is_killed_before_one_that_aborts(
     tmp_path: Path,
 ) -> None:

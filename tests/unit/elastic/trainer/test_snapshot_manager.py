@@ -1,0 +1,113 @@
+"""Claims about when the ranks take snapshots, with a copier that takes no time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from keepstep.checkpoint.errors import StateChanged
+from keepstep.elastic.data.position import Position
+from keepstep.elastic.trainer import snapshot_manager
+from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
+from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
+from keepstep.elastic.trainer.state import State
+from keepstep.elastic.worker.messages import Assignment
+
+ASSIGNMENT = Assignment(
+    generation=1,
+    node="a",
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    node_count=1,
+    store_host="h",
+    store_port=1,
+    server="unix:/none",
+    secret="00" * 32,
+    job="job",
+    max_restarts=3,
+)
+
+
+class Copier:
+    """Seals what it is given, unless the state is said to have changed meanwhile."""
+
+    def __init__(self, *_: object) -> None:
+        self.begun: list[tuple[int, bool]] = []
+        self.is_torn = False
+
+    def start(self, step: int, *_: object, discard_uncommitted: bool) -> None:
+        self.begun.append((step, discard_uncommitted))
+
+    def wait(self) -> None:
+        if self.is_torn:
+            self.is_torn = False
+            raise StateChanged("model/weight has changed")
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
+    """Of snapshots after each second step, of which none is ever committed."""
+    monkeypatch.setattr(snapshot_manager, "Snapshotter", Copier)
+    monkeypatch.setattr(snapshot_manager, "SnapshotClient", lambda *_: Mock())
+    opened = SnapshotManager(
+        State(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        torch.device("cpu"),
+        ASSIGNMENT,
+        None,
+        is_committed=lambda step: step == -1,
+        is_closing=lambda: False,
+        may_seal=lambda: True,
+        interval=SnapshotInterval(2, 0.0),
+        stream_position=lambda position: None,
+        data_share=(0, 1),
+    )
+    yield opened
+    opened.close()
+
+
+def compute_step(manager: SnapshotManager, step: int) -> None:
+    position = Position(step, step)
+    manager.begin_step()
+    manager.training.model(torch.ones(1, 2)).sum().backward()
+    for optimizer in manager.training.optimizers:
+        optimizer.step()
+    if manager.complete_step(position):
+        manager.take_agreed(position)
+
+
+def test_torn_copy_is_agreed_on_in_the_next_step_also_if_that_has_no_snapshot(
+    manager: SnapshotManager,
+) -> None:
+    """A rank that did not know of another's torn copy waited at the end for its commit, for ever.
+
+    All ranks decide by the same reduction: here it is one rank that must have learnt by it.
+    """
+    copier: Any = manager._snapshotter
+    for step in (1, 2):
+        compute_step(manager, step)
+    assert copier.begun == [(2, False)]
+    copier.is_torn = True
+    compute_step(manager, 3)
+    wait_for_commit = Mock(return_value=False)
+    manager.seal_before_closing(Position(3, 3), wait_for_commit)
+    assert copier.begun == [(2, False), (3, True)]
+    wait_for_commit.assert_not_called()
