@@ -12,10 +12,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo]'
 	touch $@
 
-# Much of a job's test is waiting for processes: three tests run side by side on two cores.
+# Much of a job's test is waiting for processes: four tests run side by side on two cores.
 # A job has ten processes: where Python shall keep no bytecode, each compiles all sources again.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -42,7 +42,7 @@ from keepstep.checkpoint.stored.housekeeping import (
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.stored.steps import list_steps, missing
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")
@@ -238,6 +238,8 @@ def verify(
     wanted = (
         [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
     )
+    if not wanted:
+        raise missing(url, None)
     for wanted_step, wanted_generation in wanted:
         name = "the newest" if wanted_step is None else f"step {wanted_step}"
         try:
@@ -296,10 +298,10 @@ def rm(
     if bool(steps) == (keep_last is not None):
         raise click.UsageError("give either --step or --keep-last")
     if steps:
-        missing = set(steps) - {stored.step for stored in present}
-        if missing:
+        absent = set(steps) - {stored.step for stored in present}
+        if absent:
             raise click.UsageError(
-                f"{url} has no checkpoint of step {min(missing)}; see `keepstep ckpt ls {url}`"
+                f"{url} has no checkpoint of step {min(absent)}; see `keepstep ckpt ls {url}`"
             )
         to_remove = tuple(
             stored for stored in present if stored.step in steps and stored.step not in pin

@@ -19,7 +19,12 @@ from keepstep.checkpoint.conversion.safetensors_target import (
 )
 from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.state_parts import parts_of, unknown_tie_lines
-from keepstep.checkpoint.conversion.universal import UniversalParts, run_here, write_universal
+from keepstep.checkpoint.conversion.universal import (
+    UniversalParts,
+    attempt_for,
+    run_here,
+    write_universal,
+)
 from keepstep.checkpoint.conversion.worker_messages import Start
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import FormatUnsupported
@@ -183,7 +188,8 @@ def _write_universal(
     workers: int,
     request: ConversionRequest | None,
 ) -> None:
-    parts = UniversalParts(chosen, url, origin=origin, memory_nbytes=memory_nbytes)
+    attempt_name = attempt_for(url, chosen.step, origin)
+    parts = UniversalParts(chosen, url, attempt_name=attempt_name, memory_nbytes=memory_nbytes)
     with ExitStack() as processes:
         run = run_here(parts, report)
         if workers > 1 and request is not None:
@@ -192,7 +198,7 @@ def _write_universal(
                 request=request,
                 seen=seen_in(chosen),
                 url=url,
-                origin=origin,
+                attempt_name=attempt_name,
                 memory_nbytes=memory_nbytes,
                 part_nbytes=parts.part_nbytes,
             )

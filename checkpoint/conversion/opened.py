@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported, LayoutMismatch
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint, LeftOut
 from keepstep.checkpoint.foreign.opening import (
     format_before,
@@ -18,6 +18,7 @@ from keepstep.checkpoint.foreign.opening import (
 )
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Format, Recognized
+from keepstep.checkpoint.layout.names import check_keys
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -137,6 +138,9 @@ def without_wrapper_names(opened: Opened) -> Opened:
     `_orig_mod`, `_fsdp_wrapped_module` and `_checkpoint_wrapped_module` are wrappers' wherever they
     are; `module` is one's if all names of the model begin with it, as `DistributedDataParallel` has
     it.
+
+    Raises:
+        LayoutMismatch: what is left of a name cannot name a tensor.
     """
     source = opened.source
     if not isinstance(source, StoredCheckpoint | ForeignCheckpoint):
@@ -147,6 +151,10 @@ def without_wrapper_names(opened: Opened) -> Opened:
     if all(name.startswith(f"{PARALLEL}.") for name in names):
         names = {name.removeprefix(f"{PARALLEL}.") for name in names}
     named = source.named_for(names)
+    try:
+        check_keys(named.tensors)
+    except ValueError as error:
+        raise LayoutMismatch(f"without the names of wrappers: {error}") from error
     renamed = len(named.tensors.keys() - source.tensors.keys())
     return replace(opened, source=named, without_wrappers=renamed)
 

@@ -15,8 +15,9 @@ import crc32c
 from keepstep.checkpoint.conversion.boxes_in_order import block_nbytes, checksum_of
 from keepstep.checkpoint.conversion.file_target import new_file
 from keepstep.checkpoint.conversion.pieces_of_files import Piece, nbytes_of_pieces
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointExists
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointExists, LayoutMismatch
 from keepstep.checkpoint.foreign.files import open_files
+from keepstep.checkpoint.stored.object_names import is_object_name
 from keepstep.checkpoint.stored.storage import open_storage
 
 Report = Callable[[int], None]
@@ -45,9 +46,14 @@ def write_folder(
 
     Raises:
         CheckpointExists: the folder is complete, or has other files than these would be.
+        LayoutMismatch: a file would be outside of the folder.
         CheckpointDamaged: what was written is not what was read.
         CheckpointError: a read or a write failed.
     """
+    # Some formats name files by tensors, and who wrote the source has named those.
+    for file in files:
+        if not is_object_name(file.name):
+            raise LayoutMismatch(f"{url}: {file.name!r} cannot be the name of a file below it")
     present = _present(url, files)
     for file in files:
         if file.name in present and not _is_written(url, file, memory_nbytes, report):

@@ -1,7 +1,7 @@
 """Writes a checkpoint of any source in the universal format, part by part, so that it can go on.
 
-The name of the attempt depends on what is converted alone, so a conversion that was interrupted is
-taken up by the next one. It reads what the parts written before should have: if the source has
+The name of the attempt depends on what is converted, so a conversion that was interrupted is taken
+up by the next one. It reads what the parts written before should have: if the source has
 changed meanwhile, they are written again.
 
 A part is written by whoever is asked to, in this process or in another one, and what is known of it
@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain, count
 
 import crc32c
 import numpy as np
 
 from keepstep.checkpoint.content_check import content_of
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointMissing,
+)
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.content_digest import DIGEST, chunk_hash, digest_document, sum_of
 from keepstep.checkpoint.layout.documents import PROVENANCE
@@ -31,9 +37,9 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.release import release_of
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.stored.chunking import CHUNK_NBYTES, Chunk, plan_chunks
-from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.metadata import StoredMetadata
-from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.stored.object_names import MANIFEST, Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.stored_json import decode, encode
@@ -42,6 +48,7 @@ from keepstep.checkpoint.stored.writer import (
     PARALLEL_WRITES,
     commit,
     contents,
+    is_closed,
     manifest_of,
     write_part,
 )
@@ -96,8 +103,7 @@ class UniversalParts:
     Args:
         source: what to write; of generation 0.
         url: where to write.
-        origin: identifies what is converted, and how: an interrupted conversion of the same goes
-            on where it ended.
+        attempt_name: the attempt that writes; see `attempt_for`.
         memory_nbytes: how much memory tensors may take.
         part_nbytes: about how many bytes of tensors a part has; None for `PART_NBYTES`.
 
@@ -110,7 +116,7 @@ class UniversalParts:
         source: Source,
         url: str,
         *,
-        origin: str,
+        attempt_name: str,
         memory_nbytes: int,
         part_nbytes: int | None = None,
     ) -> None:
@@ -124,9 +130,7 @@ class UniversalParts:
         self._url = url
         self.part_nbytes = part_nbytes or PART_NBYTES
         self.stored = StoredStep(source.step, 0)
-        self.attempt = Attempt(
-            self.stored, f"convert-{hashlib.blake2b(origin.encode(), digest_size=8).hexdigest()}"
-        )
+        self.attempt = Attempt(self.stored, attempt_name)
         self.storage = open_storage(url)
         self.plan = plan_chunks(list(_parts(source.tensors, self.part_nbytes)))
 
@@ -188,9 +192,14 @@ class UniversalParts:
                 "the source, although each object is as it was written; look at the memory of this "
                 "machine, and convert again"
             )
+        # Garbage collection gives up an attempt that gets no object for long.
+        self.storage.write(self._checked_name(number), [encode({})])
 
     def commit(self, documents: Mapping[str, Json]) -> None:
         """Make the checkpoint visible, with these documents. All parts have to be checked.
+
+        If this attempt has been committed already, as by a conversion that ended before it knew, or
+        by another one of the same, nothing is written.
 
         Raises:
             CheckpointExists: the target has this step already.
@@ -201,14 +210,48 @@ class UniversalParts:
         metadata = self._metadata({**documents, DIGEST: content})
         StoredCheckpoint.of(self._url, metadata)
         listings = [part.listing for part in self._written.values()]
-        required = required_features(self.plan.tensors)
-        commit(self.storage, self.attempt, listings, metadata.objects, required)
+        if not self._is_committed(listings):
+            required = required_features(self.plan.tensors)
+            commit(self.storage, self.attempt, listings, metadata.objects, required)
         self.delete_notes()
+        self.storage.delete(self._saved_at)
+
+    def saved_at(self, now: datetime) -> str:
+        """Return when this attempt was first about to be committed, which is noted.
+
+        So whoever commits it writes the same documents: those of a committed one never change.
+        """
+        saved_at = now.astimezone(UTC).isoformat(timespec="seconds")
+        try:
+            self.storage.create(self._saved_at, encode({"saved_at": saved_at}))
+        except CheckpointExists:
+            where = f"{self.storage.url}/{self._saved_at}"
+            saved_at = str(decode(self.storage.read(self._saved_at), where)["saved_at"])
+        return saved_at
+
+    def _is_committed(self, listings: Sequence[StoredObject]) -> bool:
+        """Return whether this attempt is the committed one.
+
+        Raises:
+            CheckpointExists: another attempt is, or this one with other parts.
+        """
+        path = f"{self.stored.directory}/{MANIFEST}"
+        try:
+            manifest = Manifest.decode(self.storage.read(path), f"{self.storage.url}/{path}")
+        except CheckpointMissing:
+            return False
+        if manifest.attempt != self.attempt.name or not set(listings) <= set(manifest.objects):
+            raise CheckpointExists(
+                f"{self._url}: step {self.stored.step} is committed already and is never "
+                "overwritten; convert to another URL"
+            )
+        return True
 
     def delete_notes(self) -> None:
         """Forget what was written: the next conversion writes all parts anew."""
         for number in self.numbers:
             self.storage.delete(self._note_name(number))
+            self.storage.delete(self._checked_name(number))
 
     @cached_property
     def _written(self) -> dict[int, _WrittenPart]:
@@ -272,8 +315,31 @@ class UniversalParts:
     def _itemsize(self, key: str) -> int:
         return numpy_dtype(self.plan.tensors[key].dtype).itemsize
 
+    @property
+    def _saved_at(self) -> str:
+        return f"{self.attempt.directory}/parts/saved-at.json"
+
     def _note_name(self, number: int) -> str:
         return f"{self.attempt.directory}/parts/{number:06d}-converted.json"
+
+    def _checked_name(self, number: int) -> str:
+        return f"{self.attempt.directory}/parts/{number:06d}-checked.json"
+
+
+def attempt_for(url: str, step: int, origin: str) -> str:
+    """Return the name of the attempt that a conversion goes on with, or begins.
+
+    One that was given up, or whose checkpoint was removed, can never be committed.
+
+    Args:
+        url: where to write.
+        step: of the checkpoint.
+        origin: identifies what is converted, and how.
+    """
+    storage, stored = open_storage(url), StoredStep(step, 0)
+    first = f"convert-{hashlib.blake2b(origin.encode(), digest_size=8).hexdigest()}"
+    names = chain([first], (f"{first}-{number}" for number in count(2)))
+    return next(name for name in names if not is_closed(storage, Attempt(stored, name)))
 
 
 def write_universal(
@@ -304,7 +370,7 @@ def write_universal(
             "keepstep": release_of("keepstep"),
             "torch": release_of("torch"),
             "world_size": 1,
-            "saved_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+            "saved_at": parts.saved_at(now),
             "converted_from": converted_from,
         }
         parts.commit({**documents, PROVENANCE: provenance})

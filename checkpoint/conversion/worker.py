@@ -51,7 +51,7 @@ def _opened(start: Start) -> UniversalParts:
     return UniversalParts(
         chosen,
         start.url,
-        origin=start.origin,
+        attempt_name=start.attempt_name,
         memory_nbytes=start.memory_nbytes,
         part_nbytes=start.part_nbytes,
     )

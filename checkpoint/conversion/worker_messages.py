@@ -40,7 +40,7 @@ class Start:
         request: what to read, and what to make of it.
         seen: what the conversion has found there; see `seen_in`.
         url: where to write.
-        origin: as for `UniversalParts`.
+        attempt_name: as for `UniversalParts`.
         memory_nbytes: how much memory tensors may take in this process.
         part_nbytes: as for `UniversalParts`.
     """
@@ -49,7 +49,7 @@ class Start:
     request: ConversionRequest
     seen: str
     url: str
-    origin: str
+    attempt_name: str
     memory_nbytes: int
     part_nbytes: int
 
@@ -61,7 +61,7 @@ class Start:
                 "request": self.request.encode(),
                 "seen": self.seen,
                 "url": self.url,
-                "origin": self.origin,
+                "attempt_name": self.attempt_name,
                 "memory_nbytes": self.memory_nbytes,
                 "part_nbytes": self.part_nbytes,
             }

@@ -297,7 +297,8 @@ def copy(
         report: called with the number of bytes after each object, from several threads.
 
     Raises:
-        CheckpointDamaged: the source is damaged; the copy is then not committed.
+        CheckpointDamaged: the source is damaged; the copy is then not committed. Or the target has
+            a copy already, which is damaged.
         CheckpointExists: the target has another checkpoint of this step and generation, which is
             not touched.
     """
@@ -316,7 +317,9 @@ def copy(
     if target.exists(committed):
         existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
         if existing.objects == manifest_of(attempt, parts, others, required).objects:
-            return source.stored
+            stored = source.stored
+            StoredCheckpoint.open(url, stored.step, stored.generation).verify(report)
+            return stored
         raise CheckpointExists(
             f"{url}: {source.stored.directory} exists already, with other content, and is never "
             "overwritten; copy to another URL"

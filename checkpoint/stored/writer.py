@@ -250,14 +250,14 @@ def commit(
     storage.flush([f"{attempt.directory}/{name}" for name in names])
     manifest = manifest_of(attempt, parts, contents, required)
     path = f"{attempt.stored.directory}/{MANIFEST}"
-    if _is_closed(storage, attempt):
+    if is_closed(storage, attempt):
         raise _given_up(storage, attempt)
     _check_written(storage, attempt, parts)
     storage.create(path, manifest.encode())
     # Garbage collection closes an attempt before it looks for its manifest once more: if it missed
     # this manifest, this finds what it has closed. If this cannot be read, the manifest stays:
     # others may rest on it already.
-    if _is_closed(storage, attempt):
+    if is_closed(storage, attempt):
         storage.delete(path)
         raise _given_up(storage, attempt)
     # It only saves readers a listing: without it, or if it names an older checkpoint, they look
@@ -306,7 +306,8 @@ def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[
     return {item: f"{directory}/{item.name}" for item in listing}
 
 
-def _is_closed(storage: Storage, attempt: Attempt) -> bool:
+def is_closed(storage: Storage, attempt: Attempt) -> bool:
+    """Return whether an attempt was given up, so that it can never be committed."""
     try:
         note = Note.decode(storage.read(f"{attempt.directory}/{REMOVED}"))
     except CheckpointMissing:

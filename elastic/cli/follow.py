@@ -195,22 +195,25 @@ async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> No
 async def _set_eviction(job: JobAddress, node: str, eviction: Eviction | None) -> None:
     keys = Keys(job.name)
     client = await EtcdStore.connect(job.coordinator)
+    key = keys.eviction(node)
     try:
-        view = from_listing(keys, await client.read(keys.prefix))
-        key = keys.eviction(node)
-        if eviction is not None:
-            if node not in view.nodes:
+        is_done = False
+        while not is_done:
+            listing = await client.read(keys.prefix)
+            view = from_listing(keys, listing)
+            # One that the job has decided itself, after which the node may return, is replaced.
+            seen = next((item.modified for item in listing.items if item.key == key), 0)
+            if eviction is not None and node not in view.nodes:
                 raise UsageError(
                     f"job {job.name!r} has no node {node!r}; "
                     f"its nodes: {', '.join(sorted(view.nodes)) or 'none'}"
                 )
-            await client.commit((Modified(key, 0),), (Put(key, eviction.encode()),))
-            return
-        if node not in view.evictions:
-            raise UsageError(
-                f"node {node!r} was not evicted; "
-                f"evicted nodes: {', '.join(sorted(view.evictions)) or 'none'}"
-            )
-        await client.commit((), (Delete(key),))
+            if eviction is None and node not in view.evictions:
+                raise UsageError(
+                    f"node {node!r} was not evicted; "
+                    f"evicted nodes: {', '.join(sorted(view.evictions)) or 'none'}"
+                )
+            operation = Delete(key) if eviction is None else Put(key, eviction.encode())
+            is_done = (await client.commit((Modified(key, seen),), (operation,))).succeeded
     finally:
         await client.close()

@@ -22,6 +22,7 @@ def scale_job(job: JobAddress, min_nodes: int, max_nodes: int) -> str:
 
     Raises:
         UsageError: there is no such job.
+        JobFailed: it has ended meanwhile.
         StoreUnavailable: the coordinator does not answer.
     """
     return asyncio.run(_scale(job, Scale(min_nodes, max_nodes)))
@@ -72,7 +73,9 @@ def _of_this_run(keys: Keys, view: View) -> tuple[Modified, ...]:
 
 async def _scale(job: JobAddress, scale: Scale) -> str:
     async with _connected(job) as (client, keys, view):
-        await client.commit(_of_this_run(keys, view), (Put(keys.single("scale"), scale.encode()),))
+        put = Put(keys.single("scale"), scale.encode())
+        if not (await client.commit(_of_this_run(keys, view), (put,))).succeeded:
+            raise JobFailed(f"job {job.name} has ended before its limits could be changed")
         here = len(view.nodes)
         limits = f"job {job.name} has {scale.min_nodes} to {scale.max_nodes} nodes from now on"
         if here > scale.max_nodes:

@@ -257,8 +257,9 @@ class Session:
                     self._stored = message
             self._changed.notify_all()
         # Outside the lock, for an abort may take long.
-        if self._abort is not None and self._lets_abort(message):
-            self._abort()
+        abort = self._abort
+        if abort is not None and self._lets_abort(message):
+            abort()
 
     def _lets_abort(self, message: AgentMessage) -> bool:
         if self._awaits_order:

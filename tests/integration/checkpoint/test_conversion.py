@@ -7,6 +7,7 @@ import os
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,15 +20,24 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.conversion import file_target, safetensors_target, universal
+from keepstep.checkpoint.conversion import (
+    conversion,
+    file_target,
+    safetensors_target,
+    universal,
+)
+from keepstep.checkpoint.conversion.planned_folder import PlannedFile, write_folder
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointExists,
+    LayoutMismatch,
     RulesInvalid,
 )
+from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.object_names import MANIFEST, pack_name
+from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.writer import write_part
 
@@ -221,6 +231,128 @@ def test_a_source_that_changed_after_an_interruption_is_read_anew(
     convert(tmp_path / "universal", tmp_path / "b.pt")
     after = torch.load(tmp_path / "b.pt", weights_only=True)
     assert_equal(after["model"]["layers.1.weight"], changed["model"]["layers.1.weight"])
+
+
+class Clock(datetime):
+    """Each time it is asked, a minute has passed."""
+
+    asked = 0
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        cls.asked += 1
+        return datetime(2026, 1, 1, 0, cls.asked, tzinfo=tz)
+
+
+def test_a_conversion_that_ended_after_its_commit_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaced a document of the committed checkpoint, which was damaged from then on."""
+    trained(tmp_path / "a.pt")
+    monkeypatch.setattr(conversion, "datetime", Clock)
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object) -> None:
+            raise CheckpointError("the machine went away")
+
+        patch.setattr(universal.UniversalParts, "delete_notes", interrupt)
+        with pytest.raises(CheckpointError, match="went away"):
+            convert(tmp_path / "a.pt", tmp_path / "universal")
+    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+    convert(tmp_path / "a.pt", tmp_path / "universal")
+    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+    left = [path for path in (tmp_path / "universal").rglob("*") if "parts" in path.parts]
+    assert not [path.name for path in left if path.name.endswith(("ed.json", "saved-at.json"))]
+
+
+def test_two_conversions_of_the_same_commit_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower one replaced a document of what the faster one had committed."""
+    trained(tmp_path / "a.pt")
+    monkeypatch.setattr(conversion, "datetime", Clock)
+    commit = universal.commit
+    started: list[str] = []
+
+    def overtaken(*arguments: Any) -> None:
+        if not started:
+            started.append("the other one")
+            convert(tmp_path / "a.pt", tmp_path / "universal")
+        commit(*arguments)
+
+    monkeypatch.setattr(universal, "commit", overtaken)
+    convert(tmp_path / "a.pt", tmp_path / "universal")
+    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+
+
+def test_a_removed_conversion_can_be_repeated(tmp_path: Path) -> None:
+    """Everything was read and written, and then refused, as often as it was tried."""
+    trained(tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "universal")
+    url = str(tmp_path / "universal")
+    housekeeping.remove(url, StoredCheckpoint.open(url).stored, now=1.0)
+    convert(tmp_path / "a.pt", tmp_path / "universal")
+    StoredCheckpoint.open(url).verify()
+
+
+def test_a_conversion_that_was_given_up_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "a.pt")
+    url = str(tmp_path / "universal")
+    with monkeypatch.context() as patch:
+
+        def refuse(*arguments: object, **more: object) -> None:
+            raise CheckpointError("the machine went away")
+
+        patch.setattr(universal, "commit", refuse)
+        with pytest.raises(CheckpointError, match="went away"):
+            convert(tmp_path / "a.pt", tmp_path / "universal")
+    for hour in (0, 1):
+        housekeeping.collect_garbage(url, now=1.0 + hour * GRACE_S)
+    convert(tmp_path / "a.pt", tmp_path / "universal")
+    StoredCheckpoint.open(url).verify()
+
+
+def test_parts_that_are_checked_keep_garbage_collection_from_giving_them_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(universal, "PART_NBYTES", 20_000)
+    trained(tmp_path / "a.pt")
+    url, check = str(tmp_path / "universal"), universal.UniversalParts.check
+
+    def slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
+        check(parts, number, report)
+        housekeeping.collect_garbage(url, now=1.0 + number * GRACE_S)
+
+    monkeypatch.setattr(universal.UniversalParts, "check", slowly)
+    convert(tmp_path / "a.pt", tmp_path / "universal")
+    StoredCheckpoint.open(url).verify()
+
+
+@pytest.mark.parametrize("target", ["deepspeed-universal", "keepstep"])
+def test_names_of_wrappers_hide_no_path_out_of_the_target(tmp_path: Path, target: str) -> None:
+    """Without them such a name led anywhere that the user may write to."""
+    source = tmp_path / "from"
+    source.mkdir()
+    trained(source / "a.pt")
+    hostile = torch.load(source / "a.pt", weights_only=True)
+    up = "._orig_mod../"
+    hostile["model"] = {**hostile["model"], f"w{up}{up}{up}{up}evil": torch.ones(2)}
+    torch.save(hostile, source / "a.pt")
+    done = CliRunner().invoke(
+        ckpt,
+        ["convert", str(source / "a.pt"), str(tmp_path / "a" / "b" / "c"), "--to", target],
+    )
+    assert isinstance(done.exception, LayoutMismatch), done.output
+    assert not [path for path in tmp_path.rglob("*") if "evil" in path.name]
+
+
+def test_no_file_of_a_folder_is_outside_of_it(tmp_path: Path) -> None:
+    files = [PlannedFile("a", (b"1",)), PlannedFile("b/../../evil", (b"2",))]
+    with pytest.raises(LayoutMismatch, match=r"b/\.\./\.\./evil"):
+        write_folder(str(tmp_path / "c"), files, memory_nbytes=2**20, report=lambda nbytes: None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("target", ["universal", "b.pt", "b.safetensors"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.errors import CheckpointExists
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointExists
 from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
 from keepstep.checkpoint.stored.manifest import VERSION
@@ -168,6 +168,17 @@ def test_a_copy_can_be_repeated_and_leaves_no_second_set_of_objects(url: str) ->
         StoredCheckpoint.open(target).verify()
     names = open_storage(target).names(STEP.directory)
     assert len({name.split("/")[1] for name in names}) == 2
+
+
+def test_a_copy_that_is_damaged_is_no_copy_when_it_is_repeated(tmp_path: Path, url: str) -> None:
+    """It was said to be copied, and not a byte of it had been read."""
+    copy(StoredCheckpoint.open(url), str(tmp_path))
+    packs = [path for path in tmp_path.rglob("*") if path.parent.name == "packs"]
+    content = bytearray(packs[0].read_bytes())
+    content[len(content) // 2] ^= 1
+    packs[0].write_bytes(content)
+    with pytest.raises(CheckpointDamaged):
+        copy(StoredCheckpoint.open(url), str(tmp_path))
 
 
 def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_time() -> None:

@@ -227,6 +227,7 @@ def test_cp_copies_a_checkpoint_completely_or_fails(run7: Path, tmp_path: Path) 
     [
         (("show", "{nothing}"), "there is no checkpoint"),
         (("ls", "{nothing}"), "there is no checkpoint at"),
+        (("verify", "{nothing}", "--all"), "there is no checkpoint"),
         (("show", "{run7}", "--step", "11"), "steps there: 50, 40"),
         (("rm", "{run7}"), "give either --step or --keep-last"),
         (("rm", "{run7}", "--step", "11"), "has no checkpoint of step 11"),

@@ -4,7 +4,7 @@ import pytest
 
 from keepstep.elastic.cli.follow import JobAddress, evict_node
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.rendezvous.records import Eviction
+from keepstep.elastic.rendezvous.records import Eviction, NodeRecord
 from keepstep.elastic.rendezvous.view import Keys, from_listing
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.blocking import BlockingStore
@@ -26,4 +26,21 @@ def test_undo_removes_the_eviction_of_an_evicted_node_only(
         evict_node(job, "b", "", undo=True)
     with pytest.raises(UsageError, match="has no node 'b'"):
         evict_node(job, "b", "on request", undo=False)
+    store.close()
+
+
+def test_a_node_that_the_job_has_evicted_itself_stays_away_if_asked(
+    etcd_server: EmbeddedEtcd,
+) -> None:
+    """The command did nothing, and the node returned once its doctor had found nothing."""
+    job = JobAddress(parse_address(etcd_server.url), "two")
+    keys, store = Keys("two"), BlockingStore(job.coordinator)
+    record = NodeRecord("b", "h", 1, "tcp:h:1", "tcp:h:2", 0, 1, "")
+    eviction = Eviction("slow", may_return=True)
+    store.commit(
+        (), (Put(keys.node("b"), record.encode()), Put(keys.eviction("b"), eviction.encode()))
+    )
+    evict_node(job, "b", "on request", undo=False)
+    evictions = from_listing(keys, store.read(keys.prefix)).evictions
+    assert evictions == {"b": Eviction("on request", may_return=False)}
     store.close()
