@@ -36,11 +36,13 @@ class Coordinator:
         store: the connection.
         address: of the coordinator.
         is_own: whether this process started it.
+        is_shared: whether other nodes can find it by the options of this one.
     """
 
     store: Store
     address: Address
     is_own: bool
+    is_shared: bool
 
 
 @asynccontextmanager
@@ -71,7 +73,12 @@ async def coordinator(
         assert reached is not None, "without an address a coordinator is started"
         store = await _connect(reached, is_shared=not options["store"])
         try:
-            yield Coordinator(store, reached, is_own=own is not None)
+            yield Coordinator(
+                store,
+                reached,
+                is_own=own is not None,
+                is_shared=address is not None and not address.endpoints[0].endswith(":0"),
+            )
         finally:
             await store.close()
 

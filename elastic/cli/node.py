@@ -86,9 +86,9 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             coordinator(start.options, start.policy.min_nodes, start.directory)
         )
         if job is None:
-            job = Path(start.command.target).stem + (
-                f"-{uuid.uuid4().hex[:6]}" if found.is_own else ""
-            )
+            # All nodes of a job must find the same name; others of this machine another one.
+            suffix = f"-{uuid.uuid4().hex[:6]}" if found.is_own and not found.is_shared else ""
+            job = f"{Path(start.command.target).stem}{suffix}"
         if found.is_own:
             stack.enter_context(registered(job, found.address))
         host = start.options["local_addr"] or _own_address(found.address)

@@ -15,6 +15,8 @@ import math
 import time
 from collections.abc import Sequence
 
+from keepstep.elastic.rendezvous.evictions import can_do_without
+from keepstep.elastic.rendezvous.loss_forecast import limits_of
 from keepstep.elastic.rendezvous.records import (
     Eviction,
     PublishedVerdict,
@@ -87,7 +89,8 @@ def needs_publishing(last: PublishedVerdicts | None, current: PublishedVerdicts)
 def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) -> tuple[Put, ...]:
     """Return the writes that make the job's agents carry out an action.
 
-    There are none for a rank or node that the job does not have. A rank that hangs cannot hand over
+    There are none for a rank or node that the job does not have, and no node is replaced that the
+    job cannot do without: it would stand still or end. A rank that hangs cannot hand over
     its state: if a node is replaced because of a hang, its ranks are restarted too, which ends the
     generation at once, without the time that a healthy node gets to leave.
     """
@@ -105,10 +108,13 @@ def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) ->
         for rank in member.ranks
         if rank in ranks
     )
+    limits = limits_of(view)
     evictions = tuple(
         Put(keys.eviction(node), Eviction(reason, may_return=True).encode())
         for node in action.nodes
-        if node in view.nodes and node not in view.evictions
+        if node in view.nodes
+        and node not in view.evictions
+        and (limits is None or can_do_without(limits, view, node))
     )
     return (*evictions, *restarts)
 

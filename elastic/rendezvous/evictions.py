@@ -8,7 +8,7 @@ from keepstep.elastic.rendezvous.actions import Evict, Finish
 from keepstep.elastic.rendezvous.failure_budget import FailureCount
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks, eligible, rank_limits
-from keepstep.elastic.rendezvous.records import Eviction, Generation, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import Eviction, Generation, Limits, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import View
 
 
@@ -41,11 +41,11 @@ def _noted(message: str, note: str) -> str:
     return f"{first} ({note}){newline}{rest}"
 
 
-def can_do_without(policy: RendezvousPolicy, view: View, node: str) -> bool:
+def can_do_without(limits: RendezvousPolicy | Limits, view: View, node: str) -> bool:
     """Whether enough other nodes are left for another generation."""
     others = [record for record in eligible(view) if record.node != node]
-    enough = assign_ranks((), others, policy.max_nodes, rank_limits(view))
-    return len(enough) >= policy.min_nodes
+    enough = assign_ranks((), others, limits.max_nodes, rank_limits(view))
+    return len(enough) >= limits.min_nodes
 
 
 def evict_wrong_replica(

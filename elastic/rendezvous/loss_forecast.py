@@ -76,14 +76,13 @@ def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForec
             f"the job has no node {unknown[0]!r}; its nodes: {', '.join(sorted(view.nodes))}"
         )
     generation = view.generation
-    limits = view.leadership.limits if view.leadership is not None else None
+    limits = limits_of(view)
     if generation is None or limits is None:
         raise UsageError(
             "nobody knows yet what the job would do: it has no generation; ask again once it trains"
         )
     if all(generation.member(node) is None for node in names):
         return LossForecast(lost=names, has_place=False)
-    limits = _scaled(limits, view)
     known = _with_committed(view)
     after = replace(known, nodes={n: j for n, j in known.nodes.items() if n not in names})
     resume = newest_restorable(after, generation) or completed_by_storage(after)
@@ -148,8 +147,10 @@ def _listed(nodes: Collection[str]) -> str:
     return ", ".join(nodes)
 
 
-def _scaled(limits: Limits, view: View) -> Limits:
-    if view.scale is None:
+def limits_of(view: View) -> Limits | None:
+    """Return the limits by which the job's leader decides; None if it tells none."""
+    limits = view.leadership.limits if view.leadership is not None else None
+    if limits is None or view.scale is None:
         return limits
     return replace(limits, min_nodes=view.scale.min_nodes, max_nodes=view.scale.max_nodes)
 

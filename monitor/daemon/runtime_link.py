@@ -24,6 +24,7 @@ from keepstep.monitor.diagnosis.policy import (
     EnforcementPolicy,
     EnforcementState,
     Mode,
+    alert_refused,
     decide,
     revert_action,
 )
@@ -219,10 +220,18 @@ class RuntimeLink:
                 # The job is changing, or its coordinator is unreachable. If the verdict still holds
                 # afterwards, the action is tried again.
                 self.policy_state = revert_action(self.policy_state, action)
+                self._alert_refused(action)
                 return
             outcome = "requested"
         _LOG.warning("%s; %s", action, outcome)
         self._record_action(action, outcome)
+
+    def _alert_refused(self, action: EnforcementAction) -> None:
+        assert self._components.policy is not None, "actions are the policy's"
+        self.policy_state, alert = alert_refused(self._components.policy, self.policy_state, action)
+        if alert is not None:
+            _LOG.warning("%s; alerted", alert)
+            self._record_action(alert, "alerted")
 
     def _is_enforcing(self) -> bool:
         policy = self._components.policy

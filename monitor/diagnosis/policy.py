@@ -25,6 +25,9 @@ from enum import StrEnum
 
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
+_REFUSED_S = 10.0
+"""For how long an action may be refused before people are alerted."""
+
 
 class Mode(StrEnum):
     """How far a policy may go; each mode includes the ones before."""
@@ -428,6 +431,20 @@ def revert_action(state: EnforcementState, action: EnforcementAction) -> Enforce
             if not (restart.at_s == state.now_s and restart.rank in action.ranks)
         ),
     )
+
+
+def alert_refused(
+    policy: EnforcementPolicy, state: EnforcementState, action: EnforcementAction
+) -> tuple[EnforcementState, EnforcementAction | None]:
+    """Return an alert about an action that `revert_action` has reverted, if it is due.
+
+    A job that changes takes none for a moment.
+    """
+    key = (action.subject, action.verdict.syndrome)
+    case = state.cases.get(key)
+    if case is None or state.now_s - case.first_s < policy.sustained_s + _REFUSED_S:
+        return state, None
+    return _alert(policy, state, key, f"not done: the job does not take it ({action.kind})")
 
 
 def _alert(

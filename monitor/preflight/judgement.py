@@ -89,7 +89,7 @@ def judge(
             median = _format_value(outlier.median, comparison.unit)
             findings.append(
                 PreflightFinding(
-                    names[outlier.name],
+                    names.get(outlier.name, outlier.name),
                     f"{'slow' if comparison.is_rate else 'long'} {comparison.what}",
                     f"{value}, the median of {len(comparison.values)} nodes is {median}; "
                     f"{outlier.sigmas:.0f} times the noise",
@@ -208,7 +208,7 @@ def _slow_links(
     for (sender, receiver), rate in sorted(rates.items()):
         if rate < LINK_SHARE * usual:
             yield PreflightFinding(
-                f"{names[sender]} -> {names[receiver]}",
+                f"{names.get(sender, sender)} -> {names.get(receiver, receiver)}",
                 "slow link",
                 f"{_format_value(rate, 'B/s')}, the median of all links is "
                 f"{_format_value(usual, 'B/s')}",
@@ -230,7 +230,7 @@ def _late_links(
     for (address, peer), latency_s in sorted(latencies.items()):
         if latency_s > LATENCY_RATIO * usual_s:
             yield PreflightFinding(
-                f"{names[address]} -> {names[peer]}",
+                f"{names.get(address, address)} -> {names.get(peer, peer)}",
                 "long latency",
                 f"{_format_value(latency_s, 's')} there and back, the median of all links is "
                 f"{_format_value(usual_s, 's')}",

@@ -318,11 +318,11 @@ def ranks_of(encoded: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def process_started(process: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it is gone or a zombie."""
     try:
-        # The name in parentheses may contain any character, also parentheses.
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        # The name in parentheses may contain any bytes, also parentheses.
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in ("Z", "X", "x") else int(fields[19])
+    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
 
 
 def _new_file(path: Path, nbytes: int) -> mmap.mmap:

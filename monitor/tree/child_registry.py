@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from keepstep.monitor.errors import MonitorError
@@ -174,6 +174,12 @@ class ChildRegistry:
             self._forget_ranks(url, self._children.pop(url).ranks)
             self._clear_missing(url)
         return dropped
+
+    def start_over(self, nodes: Collection[str]) -> None:
+        """Request everything of the children that have these nodes, as if they had begun anew."""
+        for url, child in self._children.items():
+            if not set(nodes).isdisjoint(child.nodes):
+                self._children[url] = replace(child, incarnation="")
 
     def nodes(self) -> dict[str, tuple[str, ...]]:
         """Return each child's nodes."""

@@ -135,7 +135,8 @@ class Watch:
         newest = self._newest([state for state, _ in summary.ranks])
         superseded = {state.rank for state, _ in summary.ranks if self._is_superseded(state)}
         stale = {state.rank for state, _ in summary.ranks if is_stale(state, newest)}
-        ignored = superseded | stale
+        moved = self._moved(summary)
+        ignored = superseded | stale | moved
         for state, records in summary.ranks:
             if state.rank not in ignored:
                 self._merge_rank(state, records)
@@ -331,8 +332,9 @@ class Watch:
     def _is_superseded(self, state: RankState) -> bool:
         """Return whether a better source of a rank is known than the one reported.
 
-        That is this node's own ring, or a living process on another node if the reported one is
-        dead: a rank that moved to another node with a new generation leaves its old ring behind.
+        That is this node's own ring, or a ring of another node that is alive where the reported one
+        is not, or newer: a rank that moved to another node with a new generation leaves its old
+        ring behind, and what cannot be killed a living one.
         """
         if state.rank in self._local:
             return True
@@ -340,9 +342,20 @@ class Watch:
         return (
             known is not None
             and known.state.node != state.node
-            and known.state.is_alive
-            and not state.is_alive
+            and (known.state.is_alive, known.state.created_at_s)
+            > (state.is_alive, state.created_at_s)
         )
+
+    def _moved(self, summary: Summary) -> set[int]:
+        """Return the ranks that a summary has without their states, and that other nodes have."""
+        told = {state.rank for state, _ in summary.ranks}
+        nodes = {facts.node for facts in summary.nodes}
+        known = self._history.ranks
+        return {
+            rank
+            for rank in summary.present
+            if rank not in told and rank in known and known[rank].state.node not in nodes
+        }
 
     def _drop_inactive(self) -> None:
         """Drop ranks and nodes that no daemon reports any more, and ranks of earlier launches."""
@@ -356,6 +369,10 @@ class Watch:
             if rank not in ranks or is_stale(history.state, newest)
         }
         if dropped:
+            # Children tell what they have learnt once: groups of these ranks are dropped with them.
+            self.child_registry.start_over(
+                {self._history.ranks[rank].state.node for rank in dropped}
+            )
             self._store.drop(dropped)
             self._local = tuple(rank for rank in self._local if rank not in dropped)
             # Their digests would be attributed to ranks that exist.

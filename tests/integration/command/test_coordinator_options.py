@@ -113,14 +113,15 @@ class Reserved:
         pass
 
 
+@pytest.mark.parametrize("name", [("--job", "pair"), ()], ids=["named", "unnamed"])
 def test_nodes_started_at_the_same_time_with_one_endpoint_form_one_job(
-    tmp_path: Path, free_port: int
+    tmp_path: Path, free_port: int, name: tuple[str, ...]
 ) -> None:
     nodes = [
         subprocess.Popen(
             [
                 sys.executable, "-P", "-m", "keepstep", "run", "--nnodes", "2", "--node", node,
-                "--rdzv-endpoint", f"localhost:{free_port}", "--job", "pair",
+                "--rdzv-endpoint", f"localhost:{free_port}", *name,
                 "--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE",
             ],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

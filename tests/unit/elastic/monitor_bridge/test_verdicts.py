@@ -24,6 +24,8 @@ from keepstep.elastic.rendezvous.records import (
     Failure,
     Generation,
     History,
+    Leadership,
+    Limits,
     Member,
     NodePhase,
     NodeRecord,
@@ -248,3 +250,25 @@ def test_eviction_for_a_hang_closes_the_generation_at_once_with_the_eviction_as_
     assert action == Close(
         Closing(3, "evicted b: non-communication hang: rank 2 never arrived", True, 1000.0)
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "spares"),
+    [(Limits(2, 2, 1, 8, 600.0), False), (Limits(2, 2, 1, 8, 600.0), True),
+     (Limits(1, 2, 1, 8, 600.0), False)],
+    ids=["all are needed", "a spare is here", "fewer will do"],
+)  # fmt: skip
+def test_node_that_the_job_cannot_do_without_is_restarted_instead(
+    limits: Limits, spares: bool
+) -> None:
+    """Its eviction ended the job, with what was in memory."""
+    view = view_of(leadership=Leadership("a", "h:1", 7, limits))
+    if spares:
+        spare = JoinedNode(record_of("c", 0), 3)
+        view = replace(view, nodes={**view.nodes, "c": spare})
+    keys = [put.key for put in enforcement_operations(KEYS, view, REPLACE)]
+    can_be_replaced = spares or limits.min_nodes == 1
+    assert (KEYS.eviction("b") in keys) == can_be_replaced
+    assert KEYS.restart(2) in keys
+    slow = replace(REPLACE, verdict=replace(HANG, cost_s_per_step=0.3))
+    assert bool(enforcement_operations(KEYS, view, slow)) == can_be_replaced

@@ -8,7 +8,13 @@ from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.daemon.runtime_link import RuntimeLink
 from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.daemon.threads import BlockingThread
-from keepstep.monitor.diagnosis.policy import EnforcementPolicy, EnforcementState, Mode
+from keepstep.monitor.diagnosis.policy import (
+    ActionKind,
+    EnforcementAction,
+    EnforcementPolicy,
+    EnforcementState,
+    Mode,
+)
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.component_faults import ComponentFaults
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
@@ -100,3 +106,50 @@ def test_hang_of_the_job_before_is_not_enforced_on_the_next() -> None:
         Round(402.0, 10_302.0, hang, began_at_s=10_250.0),
     ]
     assert outcome(rounds) == ([], [])
+
+
+def test_action_that_the_job_never_takes_is_told_to_people_once_and_still_tried() -> None:
+    """A coordinator that took no writes left a job hanging, and nobody heard of it."""
+
+    class Refusing(Enforcer):
+        takes = False
+
+        def enforce(self, action: EnforcementAction, generation: int) -> bool:
+            return super().enforce(action, generation) and self.takes
+
+    now_s = 300.0
+    enforcer, faults = Refusing(), ComponentFaults()
+    components = DaemonComponents(
+        probe=Probe(),
+        publisher=Publisher(),
+        job_status_source=FixedJobStatus(generation=1),
+        policy=EnforcementPolicy(Mode.RESTART, sustained_s=1.0),
+        enforcer=enforcer,
+    )
+    blocking = BlockingThread(faults)
+    recorded: list[tuple[ActionKind, str]] = []
+    link = RuntimeLink(
+        "run7",
+        components,
+        EnforcementState(),
+        blocking,
+        lambda action, outcome: recorded.append((action.kind, outcome)),
+        wall_s=lambda: 20_000.0,
+    )
+
+    async def handle(seconds: range) -> None:
+        for second in seconds:
+            await link.refresh_status()
+            hang = (verdict(3, since_s=290.0),)
+            await link.handle(DiagnosisRound(hang, now_s + second, VerdictChanges(), 1, NODES))
+
+    try:
+        asyncio.run(handle(range(8)))
+        assert recorded == []
+        asyncio.run(handle(range(8, 40)))
+        assert recorded == [(ActionKind.ALERT, "alerted")]
+        enforcer.takes = True
+        asyncio.run(handle(range(40, 42)))
+        assert recorded[1:] == [(ActionKind.RESTART_WORKER, "requested")]
+    finally:
+        blocking.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from keepstep.monitor.preflight.examination import (
     DiskResult,
     LinkResult,
@@ -102,3 +104,15 @@ def test_examination_survives_the_codec() -> None:
     for examination in cluster(3):
         message = Examined(examination=examination)
         assert codec.decode(codec.encode(message), "doctor") == message
+
+
+@pytest.mark.parametrize("bad", [link(1e8), link(latency_s=0.05)], ids=["slow", "long latency"])
+def test_node_that_was_measured_but_gives_no_results_is_named_by_its_address(
+    bad: LinkResult,
+) -> None:
+    """It made the doctor of every node die without an answer."""
+    examined = cluster(4, ad=bad, bd=bad, cd=bad)[:3]
+    findings = judge(examined, {"d": "it gives no results"})
+    assert "d" in {finding.subject for finding in findings}, findings
+    linked = cluster(6, af=bad)[:5]
+    assert any("f" in finding.subject for finding in judge(linked, {"f": "gone"}))

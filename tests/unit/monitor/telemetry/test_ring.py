@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.monitor.errors import RingUnreadable, RingUnwritable
+from keepstep.monitor.node.probes import _is_stopped
 from keepstep.monitor.node.ring_source import RingSource
 from keepstep.monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
 from keepstep.monitor.telemetry import fences
@@ -837,3 +838,22 @@ def test_reading_rings_does_not_import_pytorch() -> None:
         [sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"],
         check=True,
     )
+
+
+def test_process_may_have_a_name_that_is_no_text() -> None:
+    """The kernel cuts names in the middle of a character; such a one made a daemon deaf."""
+    code = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(15, b"abc-\\xe8\\xae", 0, 0, 0)
+print(flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert b"\xe8\xae)" in Path(f"/proc/{process.pid}/stat").read_bytes()
+        assert process_started(process.pid) is not None
+        assert not _is_stopped(process.pid)
+        process.communicate()
