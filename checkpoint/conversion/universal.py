@@ -14,6 +14,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -151,6 +152,7 @@ class UniversalParts:
             CheckpointError: a read or a write failed.
         """
         if self._was_written(number, report):
+            self._show_life(number)
             return
         hashes: list[int] = []
         lock = threading.Lock()
@@ -192,8 +194,7 @@ class UniversalParts:
                 "the source, although each object is as it was written; look at the memory of this "
                 "machine, and convert again"
             )
-        # Garbage collection gives up an attempt that gets no object for long.
-        self.storage.write(self._checked_name(number), [encode({})])
+        self._show_life(number)
 
     def commit(self, documents: Mapping[str, Json]) -> None:
         """Make the checkpoint visible, with these documents. All parts have to be checked.
@@ -225,8 +226,10 @@ class UniversalParts:
         try:
             self.storage.create(self._saved_at, encode({"saved_at": saved_at}))
         except CheckpointExists:
-            where = f"{self.storage.url}/{self._saved_at}"
-            saved_at = str(decode(self.storage.read(self._saved_at), where)["saved_at"])
+            # If it is gone meanwhile, another conversion has committed this attempt.
+            with suppress(CheckpointMissing):
+                where = f"{self.storage.url}/{self._saved_at}"
+                saved_at = str(decode(self.storage.read(self._saved_at), where)["saved_at"])
         return saved_at
 
     def _is_committed(self, listings: Sequence[StoredObject]) -> bool:
@@ -318,6 +321,14 @@ class UniversalParts:
     @property
     def _saved_at(self) -> str:
         return f"{self.attempt.directory}/parts/saved-at.json"
+
+    def _show_life(self, number: int) -> None:
+        """Change the objects of the attempt: else garbage collection gives it up after a while."""
+        name = self._checked_name(number)
+        if self.storage.exists(name):
+            self.storage.delete(name)
+        else:
+            self.storage.write(name, [encode({})])
 
     def _note_name(self, number: int) -> str:
         return f"{self.attempt.directory}/parts/{number:06d}-converted.json"

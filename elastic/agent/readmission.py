@@ -151,9 +151,13 @@ async def readmit(
         JobFailed: the node may not return; the message gives the reason and the remedy.
     """
     key = Keys(job).eviction(node)
-    for item in (await outlast_outage(lambda: store.read(key), outage_s)).items:
-        if item.key != key:
-            continue  # Another node, whose name begins with this one's.
+    is_lifted = False
+    while not is_lifted:
+        items = (await outlast_outage(lambda: store.read(key), outage_s)).items
+        # Others are of nodes whose names begin with this one's.
+        item = next((item for item in items if item.key == key), None)
+        if item is None:
+            return
         eviction = Eviction.decode(item.value)
         if not eviction.may_return:
             raise JobFailed(
@@ -173,5 +177,6 @@ async def readmit(
                 f"Repair that first, or let the node return anyway: `keepstep evict --undo {node}`"
             )
         lift = partial(store.commit, (Modified(key, item.modified),), (Delete(key),))
-        await outlast_outage(lift, outage_s)
-        log.warning("`keepstep doctor` finds nothing; node %s returns", node)
+        # Not if somebody has replaced it meanwhile.
+        is_lifted = (await outlast_outage(lift, outage_s)).succeeded
+    log.warning("`keepstep doctor` finds nothing; node %s returns", node)

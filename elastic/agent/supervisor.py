@@ -152,23 +152,28 @@ class Worker:
                 pid = await fork_server.fork(worker_end.fileno(), self.board.descriptor)
             except ForkingUnavailable:
                 self._start_program(command, environment, worker_end)
-                return
-            try:
-                self._begin(pid)
-            except OSError as error:
-                log.error("a worker process cannot be supervised: %s", error)
-                os.kill(pid, signal.SIGKILL)
-                await asyncio.to_thread(os.waitpid, pid, 0)
-                self.pid = 0
-                self._note_exit(_NEVER_STARTED)
+            else:
+                self._begin_or_kill(pid)
 
     def _start_program(
         self, command: Command, environment: Mapping[str, str], worker_end: socket.socket
     ) -> None:
         try:
-            self._begin(_spawn(command, environment, worker_end, self.board))
+            pid = _spawn(command, environment, worker_end, self.board)
         except OSError as error:
             log.error("a worker process cannot be started: %s", error)
+            self._note_exit(_NEVER_STARTED)
+        else:
+            self._begin_or_kill(pid)
+
+    def _begin_or_kill(self, pid: int) -> None:
+        try:
+            self._begin(pid)
+        except OSError as error:
+            log.error("a worker process cannot be supervised: %s", error)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self.pid = 0
             self._note_exit(_NEVER_STARTED)
 
     def _begin(self, pid: int) -> None:
@@ -193,6 +198,11 @@ class Worker:
     def can_write(self) -> bool:
         """Whether it may still write in its generation."""
         return self.is_alive and not self.has_drained
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether it can be assigned to another generation."""
+        return self.is_alive and self.has_drained and not self.is_ending
 
     @property
     def rank(self) -> int | None:

@@ -227,7 +227,10 @@ class WorkerGroup:
         self._begin(assignments[0].generation)
         for local_rank, assignment in enumerate(assignments):
             worker = self.workers.get(local_rank)
-            if worker is None or not worker.is_alive or not worker.has_drained:
+            if worker is not None and worker.is_ending and worker.is_alive:
+                # Its exit will be no failure of this generation.
+                self._end_soon(worker, 0.0)
+            if worker is None or not worker.may_go_on:
                 worker = self._idle.pop(0) if self._idle else self._start()
                 self.workers[local_rank] = worker
             await worker.assign(assignment, store_descriptor if local_rank == 0 else None)

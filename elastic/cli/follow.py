@@ -203,7 +203,7 @@ async def _set_eviction(job: JobAddress, node: str, eviction: Eviction | None) -
             view = from_listing(keys, listing)
             # One that the job has decided itself, after which the node may return, is replaced.
             seen = next((item.modified for item in listing.items if item.key == key), 0)
-            if eviction is not None and node not in view.nodes:
+            if eviction is not None and not (node in view.nodes or node in view.evictions):
                 raise UsageError(
                     f"job {job.name!r} has no node {node!r}; "
                     f"its nodes: {', '.join(sorted(view.nodes)) or 'none'}"

@@ -150,7 +150,7 @@ class SnapshotManager:
         """Whether all ranks know that one of them wanted to stop when that step began."""
         self._wants_stop = False
         self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._in_step = False
+        self._in_step = self._has_retried = False
         self._hooks = (
             *(
                 optimizer.register_step_pre_hook(lambda *_: self._before_write())
@@ -206,7 +206,13 @@ class SnapshotManager:
         self._snapshot_interval.note_step(time.monotonic())
         if self._pending_agreement is None:
             return False
-        agreement, self._pending_agreement = self._finish_agreement(), None
+        agreement = self._finish_agreement()
+        if agreement.is_worth_retrying and not self._has_retried:
+            # No optimizer has written, as after an overflow: all ranks agree as often as others.
+            self._wait()
+            self._start_agreement()
+            agreement = self._finish_agreement()
+        self._pending_agreement = None
         self._is_intact = True
         self.is_ending = not agreement.goes_on
         self.is_stopping = not agreement.pass_goes_on
@@ -242,6 +248,7 @@ class SnapshotManager:
             stops: this rank wants the step to be the last of the pass over the data.
         """
         self._in_step, self._wants_stop = True, stops
+        self._has_retried = False
 
     def _after_forward(self, *_: object) -> None:
         # A graph that is compiled whole has no place for this: it begins before the optimizer then.
@@ -258,9 +265,10 @@ class SnapshotManager:
         if first_write and self._blocked_s:
             self._snapshot_interval.note_snapshot(self._blocked_s + time.monotonic() - began_s)
             self._blocked_s = 0.0
-        if self._pending_agreement is None or (
-            first_write and self._finish_agreement().is_worth_retrying
-        ):
+        if self._pending_agreement is None:
+            self._start_agreement()
+        elif first_write and self._finish_agreement().is_worth_retrying:
+            self._has_retried = True
             self._start_agreement()
 
     def _start_agreement(self) -> None:

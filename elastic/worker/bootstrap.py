@@ -27,7 +27,7 @@ from keepstep.elastic.worker.messages import (
     Warm,
     sendable,
 )
-from keepstep.elastic.worker.peer_failure import is_peer_failure
+from keepstep.elastic.worker.peer_failure import is_lost_peer
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
     place_of,
@@ -144,7 +144,7 @@ def _run(session: Session, command: Command) -> None:
                 traceback=sendable(traceback_of(error)),
                 is_fatal=is_fatal(error),
                 place=sendable(place_of(error)),
-                is_peer=is_peer_failure(error),
+                is_peer=is_lost_peer(error),
             )
         )
         _end(1)

@@ -155,7 +155,7 @@ class Failed(Message, frozen=True, kw_only=True):
         is_fatal: the cause is what the user gave, so that another attempt would end alike.
         place: the exception's type, and the line that raised it; "" if what surrounds the job may
             be the cause, so that it may not come again.
-        is_peer: a peer's or the network's failure has caused it, as far as is known.
+        is_peer: it says that a peer is gone.
     """
 
     error: str

@@ -14,3 +14,18 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "gloo" in text or "NCCL" in text or "TCPStore" in text
     )
+
+
+_LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "ncclRemoteError",
+)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception says that a peer is gone, and not that this node is at fault."""
+    return is_peer_failure(error) and any(text in str(error) for text in _LOST_CONNECTION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tracemalloc
@@ -319,14 +320,30 @@ def test_parts_that_are_checked_keep_garbage_collection_from_giving_them_up(
 ) -> None:
     monkeypatch.setattr(universal, "PART_NBYTES", 20_000)
     trained(tmp_path / "a.pt")
-    url, check = str(tmp_path / "universal"), universal.UniversalParts.check
+    url, hours = str(tmp_path / "universal"), itertools.count()
+    write, check = universal.UniversalParts.write, universal.UniversalParts.check
+
+    def written_slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
+        write(parts, number, report)
+        housekeeping.collect_garbage(url, now=1.0 + next(hours) * GRACE_S)
 
     def slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
         check(parts, number, report)
-        housekeeping.collect_garbage(url, now=1.0 + number * GRACE_S)
+        housekeeping.collect_garbage(url, now=1.0 + next(hours) * GRACE_S)
 
+    with monkeypatch.context() as patch:
+
+        def refuse(*arguments: object, **more: object) -> None:
+            raise CheckpointError("the machine went away")
+
+        patch.setattr(universal, "commit", refuse)
+        with pytest.raises(CheckpointError, match="went away"):
+            convert(tmp_path / "a.pt", tmp_path / "universal")
+    housekeeping.collect_garbage(url, now=0.5)
     monkeypatch.setattr(universal.UniversalParts, "check", slowly)
+    monkeypatch.setattr(universal.UniversalParts, "write", written_slowly)
     convert(tmp_path / "a.pt", tmp_path / "universal")
+    assert len(list((tmp_path / "universal").glob("*/attempt-*"))) == 1
     StoredCheckpoint.open(url).verify()
 
 

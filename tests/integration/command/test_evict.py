@@ -29,17 +29,19 @@ def test_undo_removes_the_eviction_of_an_evicted_node_only(
     store.close()
 
 
+@pytest.mark.parametrize("has_left", [True, False], ids=["it has left", "it hands over"])
 def test_a_node_that_the_job_has_evicted_itself_stays_away_if_asked(
-    etcd_server: EmbeddedEtcd,
+    etcd_server: EmbeddedEtcd, has_left: bool
 ) -> None:
     """The command did nothing, and the node returned once its doctor had found nothing."""
-    job = JobAddress(parse_address(etcd_server.url), "two")
-    keys, store = Keys("two"), BlockingStore(job.coordinator)
+    name = f"left-{has_left}"
+    job = JobAddress(parse_address(etcd_server.url), name)
+    keys, store = Keys(name), BlockingStore(job.coordinator)
     record = NodeRecord("b", "h", 1, "tcp:h:1", "tcp:h:2", 0, 1, "")
     eviction = Eviction("slow", may_return=True)
-    store.commit(
-        (), (Put(keys.node("b"), record.encode()), Put(keys.eviction("b"), eviction.encode()))
-    )
+    store.commit((), (Put(keys.eviction("b"), eviction.encode()),))
+    if not has_left:
+        store.commit((), (Put(keys.node("b"), record.encode()),))
     evict_node(job, "b", "on request", undo=False)
     evictions = from_listing(keys, store.read(keys.prefix)).evictions
     assert evictions == {"b": Eviction("on request", may_return=False)}

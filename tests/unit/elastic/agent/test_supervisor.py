@@ -107,3 +107,28 @@ def test_process_of_another_user_keeps_no_other_from_being_killed(
 
     asyncio.run(scenario())
     assert killed == ["own"]
+
+
+def test_process_that_cannot_be_supervised_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    spawn = spawning("sleep", "600")
+
+    def noting(*arguments: object) -> int:
+        started.append(spawn(*arguments))
+        return started[0]
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(supervisor, "_spawn", noting)
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+
+    async def scenario() -> None:
+        events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        worker = Worker.start(Command(CommandKind.PROGRAM, "", ()), {}, events.put_nowait)
+        async with asyncio.timeout(patient(10)):
+            assert isinstance(await events.get(), WorkerExit)
+        worker.close()
+
+    asyncio.run(scenario())
+    assert not psutil.pid_exists(started[0])

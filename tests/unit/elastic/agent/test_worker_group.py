@@ -290,8 +290,11 @@ sys.exit({status})
     play(scenario())
 
 
-def test_what_a_script_raises_because_it_is_ended_is_no_failure(tmp_path: Path) -> None:
+def test_what_a_script_raises_because_it_is_ended_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second change of the members ended a job, as one whose error had come again."""
+    monkeypatch.setattr(worker_group, "_TERM_GRACE_S", patient(60))
     began = tmp_path / "began"
     path = tmp_path / "script.py"
     path.write_text(f"""
@@ -316,18 +319,57 @@ time.sleep(600)
     play(scenario())
 
 
-def test_collective_that_breaks_in_a_script_that_does_not_report_is_blamed_on_a_peer(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[gloo/pair.cc] Connection closed by peer", FailureKind.PEER),
+        ("ProcessGroupNCCL is only supported with GPUs, no GPUs found!", FailureKind.WORKER),
+    ],
+)
+def test_script_that_does_not_report_blames_a_peer_only_if_that_is_gone(
+    tmp_path: Path, text: str, kind: FailureKind
 ) -> None:
     path = tmp_path / "script.py"
-    path.write_text("raise RuntimeError('[gloo/pair.cc] Connection closed by peer')")
+    path.write_text(f"raise RuntimeError({text!r})")
 
     async def scenario() -> None:
         async with running(Command(CommandKind.SCRIPT, str(path), ()), 1) as group:
             await group.until(lambda: not group.workers[0].is_alive)
             assert group.failure is not None
-            assert group.failure.kind is FailureKind.PEER
-            assert "Connection closed by peer" in group.failure.message
+            assert group.failure.kind is kind
+            assert text in group.failure.message
+
+    play(scenario())
+
+
+def test_worker_that_has_drained_and_then_failed_goes_on_in_no_other_generation(
+    tmp_path: Path,
+) -> None:
+    """Its exit, which came later, was no failure of that generation, which waited for it."""
+    gate = tmp_path / "gate"
+    code = f"""
+import atexit
+from pathlib import Path
+from keepstep.elastic.worker.messages import Drained
+
+def wait() -> None:
+    while not Path({str(gate)!r}).exists():
+        time.sleep(0.01)
+
+atexit.register(wait)
+session.report(Drained(generation=1))
+raise ValueError("where it waited")
+"""
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code), 1) as group:
+            failed = group.workers[0]
+            await group.until(lambda: failed.has_drained and failed.is_ending)
+            await group.enter(places(2, 1))
+            assert group.workers[0] is not failed
+            await group.until(lambda: not failed.is_alive)
+            assert not gate.exists()
+            assert group.failure is None
 
     play(scenario())
 
