@@ -40,7 +40,7 @@ class StepBoard:
             self._writer.add_text("keepstep/rejected", str(rejected), rejected.step)
 
     def write(self, job: keepstep.Job, **values: float) -> None:
-        """Write the values of the step that the job has just completed, by their names."""
+        """Write the values of the step that the job is about to complete, by their names."""
         if self._writer is not None:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, job.steps)
+                self._writer.add_scalar(name, value, job.steps + 1)

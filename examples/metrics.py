@@ -31,7 +31,7 @@ class StepFile:
         unfinished.replace(self._path)
 
     def write(self, job: keepstep.Job, **metrics: float) -> None:
-        """Append the line of the step that the job has just completed."""
+        """Append the line of the step that the job is about to complete."""
         if job.world.rank == 0:
             with self._path.open("a") as file:
-                file.write(json.dumps({"step": job.steps, **metrics}) + "\n")
+                file.write(json.dumps({"step": job.steps + 1, **metrics}) + "\n")

@@ -75,10 +75,11 @@ def main(
                 loss.backward()
                 job.optimizer.step()
                 time.sleep(pause)
-            if step.completed:
-                report(log, job, loss)
+                # Before the step ends: a job that goes on from it has its line, too.
                 for writer in writers:
                     writer.write(job, loss=loss.item())
+            if step.completed:
+                report(log, job, loss)
 
 
 class StepWriter(Protocol):
