@@ -36,13 +36,13 @@ class Coordinator:
         store: the connection.
         address: of the coordinator.
         is_own: whether this process started it.
-        is_shared: whether other nodes can find it by the options of this one.
+        is_private: whether no other node can find it by the options of this one.
     """
 
     store: Store
     address: Address
     is_own: bool
-    is_shared: bool
+    is_private: bool
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ async def coordinator(
                 store,
                 reached,
                 is_own=own is not None,
-                is_shared=address is not None and not address.endpoints[0].endswith(":0"),
+                is_private=address is None,
             )
         finally:
             await store.close()

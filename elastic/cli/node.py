@@ -87,7 +87,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
         )
         if job is None:
             # All nodes of a job must find the same name; others of this machine another one.
-            suffix = f"-{uuid.uuid4().hex[:6]}" if found.is_own and not found.is_shared else ""
+            suffix = f"-{uuid.uuid4().hex[:6]}" if found.is_private else ""
             job = f"{Path(start.command.target).stem}{suffix}"
         if found.is_own:
             stack.enter_context(registered(job, found.address))

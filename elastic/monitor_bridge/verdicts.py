@@ -90,8 +90,8 @@ def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) ->
     """Return the writes that make the job's agents carry out an action.
 
     There are none for a rank or node that the job does not have, and no node is replaced that the
-    job cannot do without: it would stand still or end. A rank that hangs cannot hand over
-    its state: if a node is replaced because of a hang, its ranks are restarted too, which ends the
+    job cannot do without: it would stand still or end. A rank that hangs cannot hand over its
+    state: if a node is replaced because of a hang, its ranks are restarted too, which ends the
     generation at once, without the time that a healthy node gets to leave.
     """
     generation = view.generation

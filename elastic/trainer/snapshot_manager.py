@@ -150,7 +150,7 @@ class SnapshotManager:
         """Whether all ranks know that one of them wanted to stop when that step began."""
         self._wants_stop = False
         self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._in_step = self._has_retried = False
+        self._in_step = self._is_agreement_final = False
         self._hooks = (
             *(
                 optimizer.register_step_pre_hook(lambda *_: self._before_write())
@@ -194,7 +194,7 @@ class SnapshotManager:
         all want it and, by the time the optimizer runs, either all know that the last one is
         committed, or any knows that it is torn and never will be. They agree by a reduction of
         a few numbers that runs beside the backward pass; if the commit was not known then, by
-        another one beside the optimizer.
+        another one beside the optimizer, or here if none has written.
 
         By the same reduction they learn whether any of them wants to stop, and whether any knows
         that the generation closes. If it does, all of them end it after this step, and none is
@@ -207,8 +207,8 @@ class SnapshotManager:
         if self._pending_agreement is None:
             return False
         agreement = self._finish_agreement()
-        if agreement.is_worth_retrying and not self._has_retried:
-            # No optimizer has written, as after an overflow: all ranks agree as often as others.
+        if agreement.is_worth_retrying and not self._is_agreement_final:
+            # No optimizer has written, as after an overflow. Others may have, and agreed again.
             self._wait()
             self._start_agreement()
             agreement = self._finish_agreement()
@@ -248,7 +248,7 @@ class SnapshotManager:
             stops: this rank wants the step to be the last of the pass over the data.
         """
         self._in_step, self._wants_stop = True, stops
-        self._has_retried = False
+        self._is_agreement_final = False
 
     def _after_forward(self, *_: object) -> None:
         # A graph that is compiled whole has no place for this: it begins before the optimizer then.
@@ -265,10 +265,11 @@ class SnapshotManager:
         if first_write and self._blocked_s:
             self._snapshot_interval.note_snapshot(self._blocked_s + time.monotonic() - began_s)
             self._blocked_s = 0.0
-        if self._pending_agreement is None:
-            self._start_agreement()
-        elif first_write and self._finish_agreement().is_worth_retrying:
-            self._has_retried = True
+        if self._pending_agreement is None or (
+            first_write and self._finish_agreement().is_worth_retrying
+        ):
+            # The copy is complete: whether it is torn is known.
+            self._is_agreement_final = True
             self._start_agreement()
 
     def _start_agreement(self) -> None:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import sys
 
+_LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "ncclRemoteError",
+)
+
 
 def is_peer_failure(error: BaseException) -> bool:
     """Whether an exception of a training step comes from the failure of a peer or the network."""
@@ -14,16 +23,6 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "gloo" in text or "NCCL" in text or "TCPStore" in text
     )
-
-
-_LOST_CONNECTION = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "remote process exited",
-    "ncclRemoteError",
-)
 
 
 def is_lost_peer(error: BaseException) -> bool:

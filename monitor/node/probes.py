@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import psutil
 
@@ -17,6 +16,7 @@ from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics, ProcessS
 from keepstep.monitor.node import cgroups
 from keepstep.monitor.node.gpu import GpuProbe
 from keepstep.monitor.node.processes import sample_processes
+from keepstep.monitor.telemetry.ring import stat_fields
 
 _EVERY_S = 0.9
 _SLOW_EVERY_S = 5.0
@@ -111,8 +111,4 @@ class NodeProbe:
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return fields[0] in (b"T", b"t")
+    return stat_fields(pid)[:1] in ([b"T"], [b"t"])

@@ -89,7 +89,7 @@ def judge(
             median = _format_value(outlier.median, comparison.unit)
             findings.append(
                 PreflightFinding(
-                    names.get(outlier.name, outlier.name),
+                    _name_of(names, outlier.name),
                     f"{'slow' if comparison.is_rate else 'long'} {comparison.what}",
                     f"{value}, the median of {len(comparison.values)} nodes is {median}; "
                     f"{outlier.sigmas:.0f} times the noise",
@@ -110,6 +110,11 @@ def names_of(examinations: Sequence[NodeExamination]) -> dict[str, str]:
         else f"{examination.name} ({examination.address})"
         for examination in examinations
     }
+
+
+def _name_of(names: Mapping[str, str], address: str) -> str:
+    """Return the name of a node, or the address of one that was measured and gave no results."""
+    return names.get(address, address)
 
 
 def _defects(
@@ -208,7 +213,7 @@ def _slow_links(
     for (sender, receiver), rate in sorted(rates.items()):
         if rate < LINK_SHARE * usual:
             yield PreflightFinding(
-                f"{names.get(sender, sender)} -> {names.get(receiver, receiver)}",
+                f"{_name_of(names, sender)} -> {_name_of(names, receiver)}",
                 "slow link",
                 f"{_format_value(rate, 'B/s')}, the median of all links is "
                 f"{_format_value(usual, 'B/s')}",
@@ -230,7 +235,7 @@ def _late_links(
     for (address, peer), latency_s in sorted(latencies.items()):
         if latency_s > LATENCY_RATIO * usual_s:
             yield PreflightFinding(
-                f"{names.get(address, address)} -> {names.get(peer, peer)}",
+                f"{_name_of(names, address)} -> {_name_of(names, peer)}",
                 "long latency",
                 f"{_format_value(latency_s, 's')} there and back, the median of all links is "
                 f"{_format_value(usual_s, 's')}",

@@ -317,12 +317,17 @@ def ranks_of(encoded: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def process_started(process: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it is gone or a zombie."""
+    fields = stat_fields(process)
+    return None if not fields or fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+
+
+def stat_fields(process: int) -> list[bytes]:
+    """Return what the kernel says of a process after its name (proc_pid_stat(5)); empty if gone."""
     try:
         # The name in parentheses may contain any bytes, also parentheses.
-        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in (b"Z", b"X", b"x") else int(fields[19])
+        return []
 
 
 def _new_file(path: Path, nbytes: int) -> mmap.mmap:

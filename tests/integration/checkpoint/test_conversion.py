@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +20,6 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.conversion import (
-    conversion,
     file_target,
     safetensors_target,
     universal,
@@ -35,87 +32,18 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
     RulesInvalid,
 )
-from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.object_names import MANIFEST, pack_name
-from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.writer import write_part
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(301, 24)
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-        self.head = nn.Linear(24, 301, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("seen", torch.arange(5))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return self.head(hidden)
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    named = dict(model.named_parameters())
-    biases = [(name, value) for name, value in named.items() if value.dim() == 1]
-    others = [(name, value) for name, value in named.items() if value.dim() > 1]
-    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": others}], lr=0.02)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    generator = torch.Generator().manual_seed(steps)
-    losses = []
-    for _ in range(steps):
-        ids = torch.randint(301, (4, 9), generator=generator)
-        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Train a model, and save it as users do."""
-    torch.manual_seed(0)
-    model = Model()
-    optimizer = optimizer_of(model)
-    train(model, optimizer, 3)
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2, "step": 3},
-        path,
-    )
-    return model, optimizer
-
-
-def convert(*arguments: str | Path) -> dict[str, Any]:
-    """Run the command, and return what it prints."""
-    done = CliRunner().invoke(
-        ckpt, ["convert", *map(str, arguments), "--json"], catch_exceptions=False
-    )
-    assert done.exit_code == 0, done.output
-    printed: dict[str, Any] = json.loads(done.stdout)
-    return printed
-
-
-def assert_equal(left: object, right: object) -> None:
-    assert type(left) is type(right) or isinstance(left, dict | list | tuple)
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    elif isinstance(left, dict) and isinstance(right, dict):
-        assert left.keys() == right.keys()
-        for name in left:
-            assert_equal(left[name], right[name])
-    elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        for ours, theirs in zip(left, right, strict=True):
-            assert_equal(ours, theirs)
-    else:
-        assert left == right
+from tests.integration.checkpoint.converting import (
+    Model,
+    assert_equal,
+    convert,
+    optimizer_of,
+    train,
+    trained,
+)
 
 
 def test_training_goes_on_from_a_converted_file_as_if_nothing_had_happened(tmp_path: Path) -> None:
@@ -171,180 +99,6 @@ def test_a_folder_of_several_files_is_read_again(
     before = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
     del before["head.weight"]
     assert_equal(dict(torch.load(tmp_path / "b.pt", weights_only=True)), dict(before))
-
-
-def test_an_interrupted_conversion_goes_on_and_writes_only_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(universal, "PART_NBYTES", 20_000)
-    trained(tmp_path / "a.pt")
-    written: list[str] = []
-    write = FileStorage.write
-
-    def failing(storage: FileStorage, name: str, pieces: Any) -> None:
-        if len(written) == 6:
-            raise CheckpointError("the disk is full")
-        written.append(name)
-        write(storage, name, pieces)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileStorage, "write", failing)
-        with pytest.raises(CheckpointError, match="the disk is full"):
-            convert(tmp_path / "a.pt", tmp_path / "universal")
-    noted = [name for name in written if name.endswith("-converted.json")]
-    assert noted
-
-    again: list[str] = []
-
-    def counted(storage: FileStorage, name: str, pieces: Any) -> None:
-        again.append(name)
-        write(storage, name, pieces)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileStorage, "write", counted)
-        convert(tmp_path / "a.pt", tmp_path / "universal")
-    assert not set(noted) & set(again)
-    assert not list((tmp_path / "universal").rglob("*-converted.json"))
-    convert(tmp_path / "universal", tmp_path / "b.pt")
-    assert_equal(
-        torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"],
-        torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"],
-    )
-
-
-def test_a_source_that_changed_after_an_interruption_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(universal, "PART_NBYTES", 20_000)
-    trained(tmp_path / "a.pt")
-    with monkeypatch.context() as patch:
-
-        def refuse(*arguments: object, **more: object) -> None:
-            raise CheckpointError("the machine went away")
-
-        patch.setattr(universal, "commit", refuse)
-        with pytest.raises(CheckpointError, match="went away"):
-            convert(tmp_path / "a.pt", tmp_path / "universal")
-    changed = torch.load(tmp_path / "a.pt", weights_only=True)
-    changed["model"]["layers.1.weight"][3, 3] += 1
-    torch.save(changed, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    convert(tmp_path / "universal", tmp_path / "b.pt")
-    after = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert_equal(after["model"]["layers.1.weight"], changed["model"]["layers.1.weight"])
-
-
-class Clock(datetime):
-    """Each time it is asked, a minute has passed."""
-
-    asked = 0
-
-    @classmethod
-    def now(cls, tz: Any = None) -> Any:
-        cls.asked += 1
-        return datetime(2026, 1, 1, 0, cls.asked, tzinfo=tz)
-
-
-def test_a_conversion_that_ended_after_its_commit_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It replaced a document of the committed checkpoint, which was damaged from then on."""
-    trained(tmp_path / "a.pt")
-    monkeypatch.setattr(conversion, "datetime", Clock)
-    with monkeypatch.context() as patch:
-
-        def interrupt(*_: object) -> None:
-            raise CheckpointError("the machine went away")
-
-        patch.setattr(universal.UniversalParts, "delete_notes", interrupt)
-        with pytest.raises(CheckpointError, match="went away"):
-            convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
-    left = [path for path in (tmp_path / "universal").rglob("*") if "parts" in path.parts]
-    assert not [path.name for path in left if path.name.endswith(("ed.json", "saved-at.json"))]
-
-
-def test_two_conversions_of_the_same_commit_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slower one replaced a document of what the faster one had committed."""
-    trained(tmp_path / "a.pt")
-    monkeypatch.setattr(conversion, "datetime", Clock)
-    commit = universal.commit
-    started: list[str] = []
-
-    def overtaken(*arguments: Any) -> None:
-        if not started:
-            started.append("the other one")
-            convert(tmp_path / "a.pt", tmp_path / "universal")
-        commit(*arguments)
-
-    monkeypatch.setattr(universal, "commit", overtaken)
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
-
-
-def test_a_removed_conversion_can_be_repeated(tmp_path: Path) -> None:
-    """Everything was read and written, and then refused, as often as it was tried."""
-    trained(tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    url = str(tmp_path / "universal")
-    housekeeping.remove(url, StoredCheckpoint.open(url).stored, now=1.0)
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(url).verify()
-
-
-def test_a_conversion_that_was_given_up_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained(tmp_path / "a.pt")
-    url = str(tmp_path / "universal")
-    with monkeypatch.context() as patch:
-
-        def refuse(*arguments: object, **more: object) -> None:
-            raise CheckpointError("the machine went away")
-
-        patch.setattr(universal, "commit", refuse)
-        with pytest.raises(CheckpointError, match="went away"):
-            convert(tmp_path / "a.pt", tmp_path / "universal")
-    for hour in (0, 1):
-        housekeeping.collect_garbage(url, now=1.0 + hour * GRACE_S)
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(url).verify()
-
-
-def test_parts_that_are_checked_keep_garbage_collection_from_giving_them_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(universal, "PART_NBYTES", 20_000)
-    trained(tmp_path / "a.pt")
-    url, hours = str(tmp_path / "universal"), itertools.count()
-    write, check = universal.UniversalParts.write, universal.UniversalParts.check
-
-    def written_slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
-        write(parts, number, report)
-        housekeeping.collect_garbage(url, now=1.0 + next(hours) * GRACE_S)
-
-    def slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
-        check(parts, number, report)
-        housekeeping.collect_garbage(url, now=1.0 + next(hours) * GRACE_S)
-
-    with monkeypatch.context() as patch:
-
-        def refuse(*arguments: object, **more: object) -> None:
-            raise CheckpointError("the machine went away")
-
-        patch.setattr(universal, "commit", refuse)
-        with pytest.raises(CheckpointError, match="went away"):
-            convert(tmp_path / "a.pt", tmp_path / "universal")
-    housekeeping.collect_garbage(url, now=0.5)
-    monkeypatch.setattr(universal.UniversalParts, "check", slowly)
-    monkeypatch.setattr(universal.UniversalParts, "write", written_slowly)
-    convert(tmp_path / "a.pt", tmp_path / "universal")
-    assert len(list((tmp_path / "universal").glob("*/attempt-*"))) == 1
-    StoredCheckpoint.open(url).verify()
 
 
 @pytest.mark.parametrize("target", ["deepspeed-universal", "keepstep"])

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.conversion import dcp_leaves
 from keepstep.checkpoint.errors import CheckpointExists
-from tests.integration.checkpoint.test_conversion import assert_equal, convert
+from tests.integration.checkpoint.converting import assert_equal, convert
 from tests.ranks import run_ranks
 
 

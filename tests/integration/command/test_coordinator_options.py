@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,15 @@ def test_nodes_started_at_the_same_time_with_one_endpoint_form_one_job(
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sorted(output for output, _ in outputs) == ["rank 0 of 2\n", "rank 1 of 2\n"]
     assert [path.name for path in (tmp_path / "keepstep").glob("node-*")] == []
+
+
+def test_job_of_a_node_that_no_other_finds_has_a_name_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "keepstep", "run", "--no-python", "sh", "-c", ":"],
+        cwd=ROOT, capture_output=True, text=True, timeout=patient(60), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"job sh-[0-9a-f]{6} on", done.stderr), done.stderr
 
 
 def test_interrupted_node_keeps_serving_the_coordinator_that_others_still_need(

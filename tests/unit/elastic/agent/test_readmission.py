@@ -58,6 +58,25 @@ def test_node_whose_check_finds_a_fault_stays_evicted_and_the_error_names_the_fa
         )
 
 
+def test_node_that_a_person_evicts_while_it_is_checked_stays_evicted() -> None:
+    """The node said that it returned, and took no notice."""
+
+    async def scenario() -> list[str]:
+        store = MemoryStore()
+        key = KEYS.eviction("b")
+        await store.commit((), (Put(key, Eviction("slow", may_return=True).encode()),))
+
+        async def check(node: str, directory: Path) -> Sequence[str]:
+            await store.commit((), (Put(key, Eviction("in the way", may_return=False).encode()),))
+            return ()
+
+        with pytest.raises(JobFailed, match=r"in the way.*--undo b"):
+            await readmit(store, "job", "b", Path(), check)
+        return [item.key for item in (await store.read(KEYS.prefix)).items]
+
+    assert asyncio.run(scenario()) == [KEYS.eviction("b")]
+
+
 def test_node_that_a_person_evicted_is_not_checked_and_stays_evicted() -> None:
     check = RecordingCheck()
     with pytest.raises(JobFailed, match=r"in the way.*--undo b"):

@@ -17,24 +17,7 @@ from keepstep.elastic.trainer import snapshot_manager
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import State
-from keepstep.elastic.worker.messages import Assignment
-
-ASSIGNMENT = Assignment(
-    generation=1,
-    node="a",
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    node_count=1,
-    store_host="h",
-    store_port=1,
-    server="unix:/none",
-    secret="00" * 32,
-    job="job",
-    max_restarts=3,
-)
+from tests.unit.elastic.worker.places import assignment
 
 
 class Copier:
@@ -71,7 +54,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
     opened = SnapshotManager(
         State(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
         torch.device("cpu"),
-        ASSIGNMENT,
+        assignment(1),
         None,
         is_committed=lambda step: step == -1,
         is_closing=lambda: False,

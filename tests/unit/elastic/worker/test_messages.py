@@ -9,13 +9,13 @@ from keepstep.elastic.rendezvous.records import Member, ShardRebuild, SnapshotCo
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
     Assign,
-    Assignment,
     Command,
     CommandKind,
     Failed,
     sendable,
 )
 from keepstep.transport import MalformedMessage
+from tests.unit.elastic.worker.places import assignment
 
 COMMIT = SnapshotCommit(
     SnapshotId(1, 40),
@@ -26,24 +26,10 @@ COMMIT = SnapshotCommit(
 
 
 def test_assignment_with_its_resume_point_survives_the_codec() -> None:
-    place = Assignment(
-        generation=2,
-        node="a",
-        rank=1,
-        world_size=2,
-        local_rank=1,
-        local_world_size=2,
-        node_rank=0,
-        node_count=1,
-        store_host="h",
-        store_port=5,
-        server="unix:/s",
-        secret="00",
-        job="job",
-        max_restarts=3,
-        resume=COMMIT,
+    place = assignment(
+        2, rank=1, world_size=2, local_rank=1, local_world_size=2, resume=COMMIT,
         failures_per_s=1e-6,
-    )
+    )  # fmt: skip
     message = Assign(assignment=place, serves_store=True)
     codec = PROTOCOL.replies
     assert codec.decode(codec.encode(message), "agent") == message

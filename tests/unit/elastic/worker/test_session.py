@@ -18,7 +18,6 @@ from keepstep.elastic.worker.messages import (
     AbortOrdered,
     AgentMessage,
     Assign,
-    Assignment,
     CloseGeneration,
     Drained,
     Failed,
@@ -31,6 +30,7 @@ from keepstep.elastic.worker.session import EXIT_AGENT_GONE, EXIT_RECEIVING_FAIL
 from keepstep.monitor.progress import Progress, ProgressBoard
 from keepstep.transport import Connection
 from tests.patience import patient
+from tests.unit.elastic.worker.places import assignment
 
 DEADLINE_S = 30.0
 
@@ -83,25 +83,6 @@ def worker(script: str) -> Iterator[Running]:
         finally:
             process.kill()
             board.close()
-
-
-def assignment(generation: int) -> Assignment:
-    return Assignment(
-        generation=generation,
-        node="a",
-        rank=3,
-        world_size=4,
-        local_rank=1,
-        local_world_size=2,
-        node_rank=1,
-        node_count=2,
-        store_host="127.0.0.1",
-        store_port=1,
-        server="unix:/none",
-        secret="",
-        job="job",
-        max_restarts=3,
-    )
 
 
 def test_worker_that_awaits_the_order_does_not_abort_before_it() -> None:
@@ -170,7 +151,8 @@ session.report(Drained(generation=place.generation))
 """
     with worker(script) as running:
         for generation in (1, 2):
-            running.connection.send(Assign(assignment=assignment(generation), serves_store=False))
+            place = assignment(generation, rank=3, world_size=4)
+            running.connection.send(Assign(assignment=place, serves_store=False))
         assert running.connection.receive() == Drained(generation=2)
         progress = running.board.read()
     assert progress is not None
