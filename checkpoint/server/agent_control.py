@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.memory.messages import (
@@ -47,13 +48,19 @@ class AgentChannel:
         )
         self._sending = threading.Lock()
 
-    def send(self, message: AgentReply | ServerEvent) -> None:
-        """Send a reply or an event. When the agent is gone, `receive` notices it."""
+    def send(self, event: ServerEvent) -> None:
+        """Send an event. When the agent is gone, `receive` notices it."""
         with self._sending:
-            try:
-                self._connection.send(message)
-            except TransportError as error:
-                log.debug("the agent is gone: %s", error)
+            self._send(event)
+
+    def reply(self, number: int, result: Callable[[], NodeHoldings | Refused]) -> None:
+        """Reply to the request of this number.
+
+        The result is made while nothing else is sent: what an event has told, made by another
+        thread, a reply that follows it must not lack.
+        """
+        with self._sending:
+            self._send(AgentReply(number=number, result=result()))
 
     def receive(self) -> AgentRequest | None:
         """Return the agent's next request; None when it has gone."""
@@ -62,6 +69,12 @@ class AgentChannel:
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
+
+    def _send(self, message: AgentReply | ServerEvent) -> None:
+        try:
+            self._connection.send(message)
+        except TransportError as error:
+            log.debug("the agent is gone: %s", error)
 
 
 class AgentCommands:
@@ -86,15 +99,14 @@ class AgentCommands:
         """The memory that the server uses for snapshots and parity."""
         return self._memory.nbytes + self._protection.nbytes
 
-    def answer(self, request: AgentRequest) -> AgentReply:
-        """Carry out a command; the reply lists what is held then, or why it is refused."""
-        result: NodeHoldings | Refused
+    def carry_out(self, command: AgentCommand) -> Callable[[], NodeHoldings | Refused]:
+        """Carry out a command; what is returned makes the result: what is held, or a refusal."""
         try:
-            self._carry_out(request.command)
-            result = self._holdings()
+            self._carry_out(command)
         except (CheckpointError, ValueError) as error:
-            result = Refused(reason=str(error))
-        return AgentReply(number=request.number, result=result)
+            refused = Refused(reason=str(error))
+            return lambda: refused
+        return self._holdings
 
     def _carry_out(self, command: AgentCommand) -> None:
         match command:

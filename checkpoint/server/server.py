@@ -95,7 +95,7 @@ class SnapshotServer:
             self._listener.start()
             self._agent.send(Serving(address=self._address))
             while (request := self._agent.receive()) is not None:
-                self._agent.send(self._commands.answer(request))
+                self._agent.reply(request.number, self._commands.carry_out(request.command))
         finally:
             self.close()
 

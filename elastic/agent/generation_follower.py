@@ -112,6 +112,10 @@ class GenerationFollower:
             protected=self._snapshots.server.protected,
             committed=None,
         )
+        if any(held.generation == generation.generation for held in membership.record.protected):
+            # The workers were sooner: the record was that of the last generation, which has ended,
+            # when this was protected, and so it was not reported.
+            self._snapshots.report()
 
     async def _enter_and_serve_store(self, assignments: tuple[Assignment, ...]) -> None:
         """Enter as the node of rank 0, at whose announced port the generation meets."""

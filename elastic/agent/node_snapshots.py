@@ -151,7 +151,7 @@ class NodeSnapshots:
         """Pass on what the snapshot server has protected or stored, or has failed to."""
         match event:
             case Protected():
-                self._report()
+                self.report()
             case RestoreChecked():
                 self._note_restore(event)
             case Persisted() | AlreadyStored() | PersistFailed():
@@ -182,7 +182,7 @@ class NodeSnapshots:
             if checked.is_wrong:
                 self._node.worker_group.fail(wrong)
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Report to the leader what is protected here."""
         record = self._node.membership.record
         protected = self.server.protected

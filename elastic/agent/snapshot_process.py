@@ -112,7 +112,7 @@ class SnapshotProcess:
         self._workers = workers
         self._on_event = on_event
         self._numbers = itertools.count()
-        self._replies: dict[int, asyncio.Future[NodeHoldings]] = {}
+        self._replies: dict[int, asyncio.Future[None]] = {}
         self._publishing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._publishing.set_result(None)
         self._published_snapshot: SnapshotId | None = None
@@ -339,13 +339,13 @@ class SnapshotProcess:
         if self._receiving.done():
             raise self._gone()
         number = next(self._numbers)
-        reply: asyncio.Future[NodeHoldings] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         limit_s = _ANSWER_S + self.memory_nbytes / _ANSWER_NBYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
                 await self._control.send(AgentRequest(number=number, command=command))
-                holdings = await reply
+                await reply
         except TransportError as error:
             raise self._gone() from error
         except TimeoutError:
@@ -357,11 +357,6 @@ class SnapshotProcess:
             raise self._gone() from None
         finally:
             self._replies.pop(number, None)
-        self._sealed = {
-            sealed.snapshot for sealed in holdings.sealed if len(sealed.ranks) == self._workers
-        }
-        self._protected = set(holdings.protected)
-        self.memory_nbytes = holdings.nbytes
 
     async def _receive_all(self) -> None:
         try:
@@ -380,13 +375,16 @@ class SnapshotProcess:
     def _on_message(self, message: AgentReply | ServerEvent) -> None:
         match message:
             case AgentReply(number=number, result=result):
+                # Here and not where it is waited for: an event may follow before that goes on.
+                if isinstance(result, NodeHoldings):
+                    self._note(result)
                 reply = self._replies.get(number)
                 if reply is None or reply.done():
                     return  # The task that asked was cancelled.
                 if isinstance(result, Refused):
                     reply.set_exception(SnapshotUnavailable(result.reason))
                 else:
-                    reply.set_result(result)
+                    reply.set_result(None)
             case Serving(address=address):
                 self._serving.set_result(address)
             case Protected(snapshot=snapshot, nbytes=nbytes):
@@ -402,6 +400,13 @@ class SnapshotProcess:
             case PublishFailed(snapshot=snapshot, reason=reason):
                 if self._is_awaited(snapshot):
                     self._publishing.set_exception(JobFailed(reason))
+
+    def _note(self, holdings: NodeHoldings) -> None:
+        self._sealed = {
+            sealed.snapshot for sealed in holdings.sealed if len(sealed.ranks) == self._workers
+        }
+        self._protected = set(holdings.protected)
+        self.memory_nbytes = holdings.nbytes
 
     def _is_awaited(self, snapshot: SnapshotId) -> bool:
         """Whether the manifest of this snapshot is waited for, and not one given up before."""

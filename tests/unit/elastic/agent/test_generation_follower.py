@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from keepstep.checkpoint.memory.messages import Protected
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent import supervisor
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
@@ -22,6 +24,7 @@ from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Generation,
     Member,
+    NodeReport,
     PersistRequest,
     SnapshotCommit,
 )
@@ -140,6 +143,37 @@ def test_port_of_the_next_store_is_recorded_though_the_snapshot_server_dies_at_t
                 await node.follower._enter(next_generation(node))
             record = node.participation._node.membership.record
             assert record.store_port == node.follower._store_socket.port
+
+    play(scenario())
+
+
+def test_snapshot_that_is_protected_while_its_node_enters_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for one of the generation before: it was never committed, and none after it."""
+    snapshot = SnapshotId(2, 9)
+
+    async def scenario() -> None:
+        async with running(tmp_path, awaits_order=False) as node:
+            part = node.participation
+
+            class FastServer(Server):
+                protected = sealed = (snapshot,)
+
+                async def refresh(self) -> None:
+                    part._snapshots._on_event(Protected(snapshot=snapshot, nbytes=1))
+
+            monkeypatch.setattr(NodeSnapshots, "server", property(lambda _: FastServer()))
+            reports: list[NodeReport] = []
+            monkeypatch.setattr(part._node.membership, "receive_report", reports.append)
+            part._node.connections = Mock()
+            await node.until(lambda: node.group.workers[0].has_joined)
+            part._node.membership.update(generation=1)
+            part._node.drained = 1
+            await node.follower._enter(next_generation(node))
+            assert [(report.generation, report.protected) for report in reports] == [
+                (2, (snapshot,))
+            ]
 
     play(scenario())
 
