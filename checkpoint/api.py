@@ -23,7 +23,7 @@ from keepstep.checkpoint.agreement import (
     on_all_ranks_gathering,
     on_all_ranks_telling,
 )
-from keepstep.checkpoint.collective import all_gather_json, rank
+from keepstep.checkpoint.collective import rank, union_of_all_ranks
 from keepstep.checkpoint.collective_plan import (
     agree_on_save,
     boxes_reader,
@@ -465,7 +465,7 @@ def _names_of_all_ranks(state: StateMapping) -> set[str]:
             name for model, _ in modules_of(state) for name in ModelParameters(model).all_names()
         ]
     )
-    return {name for names_of_rank in all_gather_json(own_names) for name in names_of_rank}
+    return union_of_all_ranks(own_names)
 
 
 def _lacks_tensors(prepared: tuple[Source, LiveState | None]) -> bool:
@@ -476,5 +476,4 @@ def _lacks_tensors(prepared: tuple[Source, LiveState | None]) -> bool:
 
 
 def _keys_of_all_ranks(live: LiveState) -> set[str]:
-    own_keys = {tensor.key for tensor in live.tensors}
-    return {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
+    return union_of_all_ranks(tensor.key for tensor in live.tensors)

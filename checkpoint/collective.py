@@ -6,8 +6,9 @@ Without a process group, the one process is rank 0.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,8 @@ _HEADS_NBYTES = 64 * 2**10
 
 _BROADCAST_HEAD_NBYTES = 256 * 2**10
 """What of rank 0's message to all ranks goes with its length."""
+
+_DIGEST_NBYTES = 16
 
 _NUMBER = np.dtype("<i8")
 
@@ -70,6 +73,35 @@ def all_gather_json(message: Json) -> list[Json]:
         json.loads((head[_LENGTH_NBYTES:] + rest)[:count])
         for head, rest, count in zip(heads, rests, nbytes, strict=True)
     ]
+
+
+def union_of_all_ranks(texts: Iterable[str]) -> set[str]:
+    """Return the texts that any rank has.
+
+    Most ranks have the same ones, as the names of a model, or one of a few lists, as stages have:
+    each list is sent once, so that no rank receives as much as all ranks have.
+    """
+    own_texts = sorted(set(texts))
+    if not _is_collective():
+        return set(own_texts)
+    own = json.dumps(own_texts).encode()
+    own_digest = hashlib.blake2b(own, digest_size=_DIGEST_NBYTES).digest()
+    heads = _all_gather(
+        len(own).to_bytes(_LENGTH_NBYTES, "little") + own_digest, _LENGTH_NBYTES + _DIGEST_NBYTES
+    )
+    senders: dict[bytes, int] = {}
+    for sender, head in enumerate(heads):
+        senders.setdefault(head, sender)
+    union = set(own_texts)
+    if len(senders) == 1:
+        return union
+    for head, sender in senders.items():
+        nbytes = int.from_bytes(head[:_LENGTH_NBYTES], "little")
+        sent = own if sender == rank() else bytes(nbytes)
+        content = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
+        dist.broadcast(content, src=sender)
+        union.update(json.loads(content.cpu().numpy().tobytes()))
+    return union
 
 
 def are_so_on_any_rank(flags: Sequence[bool]) -> list[bool]:

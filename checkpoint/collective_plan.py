@@ -413,7 +413,11 @@ def _prepare_round(
     collected: dict[tuple[str, Box], Bytes],
     byte_exchange: ByteExchange,
 ) -> _RoundBuffers:
-    """Take all memory that a round needs, and fill in what this rank sends."""
+    """Take all memory that a round needs, and fill in what this rank sends.
+
+    Raises:
+        CheckpointError: PyTorch has no memory for it.
+    """
     itemsizes = {key: numpy_dtype(tensor.dtype).itemsize for key, tensor in own.tensors.items()}
     pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
     sent_nbytes = [
@@ -428,8 +432,12 @@ def _prepare_round(
         if place not in collected:
             collected[place] = np.empty((*chunk.box.shape, itemsizes[chunk.key]), np.uint8)
     sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
-    received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
-    byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+    try:
+        received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+        byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+    except RuntimeError as error:
+        # For memory of the CPU PyTorch has no error of its own.
+        raise CheckpointError(f"no memory to exchange pieces with other ranks: {error}") from error
     return _RoundBuffers(sent, sent_nbytes, received, received_nbytes)
 
 

@@ -252,7 +252,7 @@ class Reader(StorageReader):
 
     @property
     def _source(self) -> StoredCheckpoint:
-        # One rank reads the metadata for DCP; every rank opens the checkpoint itself.
+        # Every rank opens the checkpoint itself; `prepare_global_plan` has all read the same one.
         if self._opened is None:
             self._opened = StoredCheckpoint.open(self._url, self._step)
         return self._opened
@@ -280,28 +280,42 @@ class Reader(StorageReader):
             {name: BytesStorageMetadata() for name in self._source.documents.get(_VALUES, {})}
         )
         paths = {name: tuple(path) for name, path in self._source.documents.get(_PATHS, {}).items()}
-        # The step is part of the metadata: all ranks must read the same one, even if a new one
-        # appears meanwhile.
-        chosen = [self._source.stored.step, self._source.stored.generation]
-        return Metadata(described, planner_data=paths, storage_data=chosen)
+        return Metadata(described, planner_data=paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """See `StorageReader`."""
-        if self._opened is None and metadata.storage_data is not None:
-            self._opened = StoredCheckpoint.open(self._url, *metadata.storage_data)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """See `StorageReader`."""
-        return plan
+        return replace(plan, storage_data=self._source.stored)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See `StorageReader`."""
-        return plans
+        """Have all ranks read the newest checkpoint that any of them has found.
+
+        Each has looked for itself, and another one may have been committed meanwhile.
+        """
+        found: list[StoredStep] = [plan.storage_data for plan in plans]
+        newest = max(found, key=lambda stored: (stored.step, stored.generation))
+        return [replace(plan, storage_data=newest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the plan's items; contiguous CPU tensors of the stored type are read in place."""
+        chosen: StoredStep = plan.storage_data
+        if self._source.stored != chosen:
+            self._opened = StoredCheckpoint.open(self._url, chosen.step, chosen.generation)
+        missing = [
+            item.storage_index.fqn
+            for item in plan.items
+            if item.storage_index.fqn not in self._source.tensors
+            and item.storage_index.fqn not in self._source.documents.get(_VALUES, {})
+        ]
+        if missing:
+            raise LayoutMismatch(
+                f"{self._url}: {chosen.directory}, which appeared during the load, does not have "
+                f"{missing[0]}; load again, or name the step"
+            )
         requests: list[BoxRequest] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         targets = []

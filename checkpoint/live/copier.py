@@ -26,7 +26,7 @@ from itertools import compress
 
 import torch
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.live.packing import pack, signature_of, views_over
@@ -76,6 +76,7 @@ class _PendingCopy:
     layout: _Layout
     documents: Mapping[str, Json]
     discard_uncommitted: bool
+    agree: Callable[[bool], bool] | None
     sources: tuple[torch.Tensor, ...] | list[torch.Tensor]
     versions: list[int]
     ready: object
@@ -122,6 +123,7 @@ class Snapshotter:
         documents: Mapping[str, Json],
         *,
         discard_uncommitted: bool = False,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Start to copy the state.
 
@@ -134,6 +136,9 @@ class Snapshotter:
             documents: the rest of the state; must not be changed until `wait` has returned.
             discard_uncommitted: the last snapshot can never be committed, because another rank did
                 not seal it.
+            agree: told in the copying thread whether the state was unchanged during the copy;
+                returns whether it was on all ranks. Needed for a step of which a snapshot was
+                taken before: none may seal the new one while another has the first one.
 
         Raises:
             CheckpointError: the last copy failed.
@@ -149,6 +154,7 @@ class Snapshotter:
                 layout=layout,
                 documents=documents,
                 discard_uncommitted=discard_uncommitted,
+                agree=agree,
                 sources=sources,
                 versions=versions,
                 ready=ready,
@@ -215,13 +221,27 @@ class Snapshotter:
             before_unmap=self._release,
         )
         self._copies.copy(self._views(number, arena, layout), copy.sources, copy.ready)
-        layout.watched.check_unchanged(copy.versions, copy.snapshot.step)
+        self._check_unchanged(copy)
         if not self._may_seal():
             raise SnapshotUnavailable(
                 f"step {copy.snapshot.step} is not sealed: its generation is aborted"
             )
         arena.buffer[layout.nbytes : layout.nbytes + len(index)] = index
         self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
+
+    def _check_unchanged(self, copy: _PendingCopy) -> None:
+        """Raise StateChanged if the state was written to during the copy, here or elsewhere."""
+        changed: StateChanged | None = None
+        try:
+            copy.layout.watched.check_unchanged(copy.versions, copy.snapshot.step)
+        except StateChanged as error:
+            changed = error
+        if copy.agree is not None and not copy.agree(changed is None) and changed is None:
+            changed = StateChanged(
+                f"step {copy.snapshot.step}: another rank's state was written to during the copy"
+            )
+        if changed is not None:
+            raise changed
 
     def _layout_for(
         self, tensors: Sequence[LiveTensor]

@@ -118,6 +118,8 @@ class CommitRound:
         for rank in range(1, self._world_size):
             pending = range(rank, self._world_size)
             report = self._await(f"part/{rank}", partial(self._unreported, pending))
+            # There may be ten thousand of them, and others wait for this rank's sign of life.
+            self.tick()
             if report.startswith(_FAILED):
                 raise RankFailed(f"rank {rank}: {report.removeprefix(_FAILED).decode()}")
             reports.append(report)
@@ -187,7 +189,12 @@ class CommitRound:
     def _unreported(self, ranks: Iterable[int]) -> list[int]:
         store = self._store
         assert store is not None, "there are other ranks"
-        return [rank for rank in ranks if not self._call(partial(store.check, [f"part/{rank}"]))]
+        unreported = []
+        for rank in ranks:
+            self.tick()
+            if not self._call(partial(store.check, [f"part/{rank}"])):
+                unreported.append(rank)
+        return unreported
 
     def _set(self, key: str, value: bytes) -> None:
         store = self._store
@@ -226,6 +233,7 @@ class CommitRound:
 
     def _check_alive(self, store: Store, ranks: Sequence[int]) -> None:
         for rank in ranks:
+            self.tick()
             count = self._call(partial(store.add, f"alive/{rank}", 0))
             now_s = time.monotonic()
             last_count, since_s = self._signs_of_life.get(rank, (-1, now_s))

@@ -127,6 +127,8 @@ class WriterProcess:
     def close(self) -> None:
         """End it; what it is writing now is given up after some seconds."""
         self.is_running = False
+        # Forked processes, such as loaders, have this end too: closing it here would end nothing.
+        self._connection.interrupt()
         self._connection.close()
         try:
             self._process.wait(_END_S)

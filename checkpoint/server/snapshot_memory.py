@@ -156,7 +156,9 @@ class SnapshotMemory:
                 discard_uncommitted=discard_uncommitted,
             )
             arena = self._arena_of_buffer(shard.buffer, shard.capacity)
-            self._release_unused()
+            # If it is taken once more, what was known of the rank's first copy holds no longer.
+            is_retaken = self._shards.pop((snapshot, rank), None) is not None
+            self._release_unused(retaken=snapshot if is_retaken else None)
             return GrantedBuffer(
                 buffer=shard.buffer,
                 capacity=shard.capacity,
@@ -384,8 +386,11 @@ class SnapshotMemory:
             self._table = change(self._table)
             self._release_unused()
 
-    def _release_unused(self) -> None:
-        """Release the memory and the indexes that the table no longer names. Under the lock."""
+    def _release_unused(self, retaken: SnapshotId | None = None) -> None:
+        """Release the memory and the indexes that the table no longer names. Under the lock.
+
+        Of a snapshot that is retaken, nothing that was made of its first copy is kept.
+        """
         table = self._table
         used = {shard.buffer for shard in table.shards.values()} | table.free.keys()
         for number in self._arenas.keys() - used:
@@ -394,7 +399,7 @@ class SnapshotMemory:
             del self._shards[key]
         for key in [key for key in self._awaited if key[0] < table.committed]:
             del self._awaited[key]
-        self._on_retained({snapshot for snapshot, _ in table.shards})
+        self._on_retained({snapshot for snapshot, _ in table.shards} - {retaken})
 
     def _arena_of_buffer(self, number: int, capacity: int) -> Arena:
         if number not in self._arenas:

@@ -41,7 +41,7 @@ from keepstep.checkpoint.stored.object_names import (
 )
 from keepstep.checkpoint.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps, noted_newest
+from keepstep.checkpoint.stored.steps import noted_newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json
@@ -95,7 +95,8 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
         CheckpointError: there is no such checkpoint.
     """
     storage = open_storage(url)
-    if stored not in list_steps(url):
+    # Not by a list of all: on object stores that is as long as everything under the URL.
+    if not storage.exists(f"{stored.directory}/{MANIFEST}"):
         raise CheckpointError(
             f"{url}: there is no checkpoint {stored.directory}; see `keepstep ckpt ls`"
         )

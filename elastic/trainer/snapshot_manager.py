@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
-from keepstep.checkpoint.collective import all_gather_json, rank
+from keepstep.checkpoint.collective import are_so_on_any_rank, rank, union_of_all_ranks
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -311,21 +311,25 @@ class SnapshotManager:
             # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            live = self.training.capture(replace(position, stream=self._stream_position(position)))
-            self._snapshotter.start(
-                position.step,
-                live.tensors,
-                live.documents,
-                discard_uncommitted=self._discard_uncommitted,
-            )
+            self._begin_copy(position)
+        if self.copies_synchronously:
+            self._wait()
+        return True
+
+    def _begin_copy(self, position: Position, agree: Callable[[bool], bool] | None = None) -> None:
+        live = self.training.capture(replace(position, stream=self._stream_position(position)))
+        self._snapshotter.start(
+            position.step,
+            live.tensors,
+            live.documents,
+            discard_uncommitted=self._discard_uncommitted,
+            agree=agree,
+        )
         self._last_snapshot_step, self._is_torn, self._discard_uncommitted = (
             position.step,
             False,
             False,
         )
-        if self.copies_synchronously:
-            self._wait()
-        return True
 
     def _may_begin(self) -> bool:
         """Whether this rank's last snapshot is committed, or discarded by all ranks."""
@@ -354,22 +358,31 @@ class SnapshotManager:
         """
         try:
             self.seal_before_closing(position, wait_for_commit)
+            self._start_agreement()
+            self._finish_agreement()
+            if self._discard_uncommitted:
+                self._retake(position)
         except SnapshotUnavailable:
             # Refused, because something broke and all are fenced.
             if self._is_closing():
                 return False
             raise
-        try:
-            self._start_agreement()
-            self._finish_agreement()
         except RuntimeError as error:
             if is_peer_failure(error):
                 return False
             raise
-        if self._discard_uncommitted:
-            self.copies_synchronously = True
-            self.snapshot(position)
         return wait_for_commit(position.step)
+
+    def _retake(self, position: Position) -> None:
+        """Take the final snapshot again: the state was written to on a rank during the first copy.
+
+        Raises:
+            StateChanged: it was again, on any rank.
+        """
+        self.copies_synchronously = True
+        with monitor.phase(monitor.Phase.CHECKPOINT):
+            self._begin_copy(position, agree=_are_all)
+            self._snapshotter.wait()
 
     def close(self) -> None:
         """Wait for a copy in progress, then release all resources."""
@@ -457,11 +470,9 @@ class SnapshotManager:
 
             # All ranks take the checkpoint's names for the same.
             training = self.training
-            own_names = [sorted(training.parameter_names()), sorted(training.buffer_keys())]
-            of_all_ranks = all_gather_json(own_names)
-            names = {name for parameters, _ in of_all_ranks for name in parameters}
-            keys = {f"{MODEL_PREFIX}{name}" for name in names}
-            keys.update(key for _, buffers in of_all_ranks for key in buffers)
+            names = union_of_all_ranks(training.parameter_names())
+            keys = union_of_all_ranks(training.buffer_keys())
+            keys.update(f"{MODEL_PREFIX}{name}" for name in names)
 
             def begin() -> tuple[StoredCheckpoint, BegunRestore]:
                 source = opened.named_for(names)
@@ -493,6 +504,11 @@ class SnapshotManager:
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""
         return self._assignment.server if holder.node == self._assignment.node else holder.server
+
+
+def _are_all(holds: bool) -> bool:
+    """Return whether something holds on all ranks; a collective."""
+    return not are_so_on_any_rank([not holds])[0]
 
 
 def _remove(url: str, undone: Sequence[StoredStep]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from keepstep.checkpoint.collective import all_gather_json
+from keepstep.checkpoint.collective import all_gather_json, union_of_all_ranks
 from tests.ranks import run_ranks
 
 # Around the length up to which one collective suffices, with the quotes that JSON adds.
@@ -19,9 +19,13 @@ def gather(rank: int, root: str) -> None:
     for lengths in ((first, second) for first in LENGTHS for second in LENGTHS):
         messages = [str(sender) * length for sender, length in enumerate(lengths)]
         assert all_gather_json(messages[rank]) == messages
+    names = [f"block.{number}" for number in range(100)]
+    assert union_of_all_ranks(names) == set(names)
+    assert union_of_all_ranks(names[rank * 60 :]) == set(names)
+    assert union_of_all_ranks([] if rank else ["é"]) == {"é"}
     dist.barrier()
     os._exit(0)
 
 
-def test_messages_of_any_length_reach_all_ranks(tmp_path: Path) -> None:
+def test_messages_of_any_length_and_unions_reach_all_ranks(tmp_path: Path) -> None:
     run_ranks(gather, args=(str(tmp_path),), nprocs=2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,6 +90,24 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     assert torch.equal(filled["x"], state["x"])
     assert filled["n"] == 3
     assert StoredCheckpoint.open(str(tmp_path)).documents["provenance"]["world_size"] == 1
+
+
+def test_ranks_that_find_different_checkpoints_all_load_the_newest(tmp_path: Path) -> None:
+    """One is committed while they look: each looked for itself, and loaded what it had found."""
+    found = []
+    for step in (1, 2):
+        state = {"x": torch.full((3,), float(step)), "n": step}
+        dcp.save(state, storage_writer=Writer(tmp_path, step=step), no_dist=True)
+        reader, planner = Reader(tmp_path), DefaultLoadPlanner()
+        filled = {"x": torch.zeros(3), "n": 0}
+        planner.set_up_planner(filled, reader.read_metadata(), is_coordinator=step == 1)
+        found.append((reader, planner, filled))
+    plans = [reader.prepare_local_plan(planner.create_local_plan()) for reader, planner, _ in found]
+    agreed = found[0][0].prepare_global_plan(plans)
+    for (reader, planner, filled), plan in zip(found, agreed, strict=True):
+        reader.read_data(planner.finish_plan(plan), planner)
+        assert torch.equal(filled["x"], torch.full((3,), 2.0))
+        assert filled["n"] == 2
 
 
 def test_a_planner_that_caches_plans_is_refused_at_the_first_save(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointExists
-from keepstep.checkpoint.stored import housekeeping
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
+from keepstep.checkpoint.stored import housekeeping, steps
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
 from keepstep.checkpoint.stored.manifest import VERSION
 from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
@@ -211,3 +211,26 @@ def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
     left.touch()
     assert collect_garbage(str(tmp_path), now=NOW_S, grace_s=0) == (left.name,)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_removal_does_not_list_the_other_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is everything under the URL on object stores, for each checkpoint that is removed."""
+    url = stored_in_format(VERSION)
+    opened, listed = open_storage(url), []
+
+    class Listed(RecordingStorage):
+        def __getattr__(self, name: str) -> Any:
+            if name in ("names", "directories_with", "unfinished"):
+                return lambda *arguments, **options: (
+                    listed.append((name, *arguments))
+                    or getattr(opened, name)(*arguments, **options)
+                )
+            return super().__getattr__(name)
+
+    for module in (housekeeping, steps):
+        monkeypatch.setattr(module, "open_storage", lambda _: Listed(opened))
+    remove(url, STEP, now=NOW_S)
+    assert [found for found in listed if found[1:] != (f"{STEP.directory}/",)] == []
+    assert list_steps(url) == ()
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        remove(url, STEP, now=NOW_S)

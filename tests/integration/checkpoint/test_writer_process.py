@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,14 @@ def test_process_whose_reply_nobody_waits_for_is_ended(tmp_path: Path) -> None:
         assert not process.is_running
     finally:
         process.close()
+
+
+def test_process_is_ended_though_a_forked_one_has_its_connection_too() -> None:
+    """As loaders have. It was killed after five seconds, each time."""
+    process = WriterProcess.start()
+    copied = os.dup(process._end.fileno())
+    try:
+        process.close()
+        assert process._process.returncode == 0
+    finally:
+        os.close(copied)

@@ -162,6 +162,22 @@ def test_one_rank_collects_the_chunk_that_all_hold_a_part_of(
     assert data.tobytes() == expected.numpy().tobytes()
 
 
+def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch's own is a RuntimeError, which ended the training of the rank that had it."""
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+
+    def reserve(*_: object, **sizes: int) -> None:
+        if ranks.get_rank() == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(collective_plan.ByteExchange, "reserve", reserve)
+    results = ranks.run(plan_and_gather)
+    assert all(isinstance(result, CheckpointError) for result in results), results
+
+
 @pytest.mark.parametrize(
     "step", ["plan_share", "merged_tensor_plan", "pieces_by_holder", "_box_of"]
 )

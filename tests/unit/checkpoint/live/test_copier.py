@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
+from keepstep.checkpoint.errors import StateChanged
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import describe
@@ -22,6 +23,7 @@ class ScriptedClient:
 
     def __init__(self, script: list[tuple[int, set[int]]]) -> None:
         self._script = script
+        self.sealed: list[tuple[object, ...]] = []
         self._arenas: dict[int, Arena] = {}
 
     def begin(
@@ -42,7 +44,7 @@ class ScriptedClient:
         return number, self._arenas[number]
 
     def seal(self, *arguments: object) -> None:
-        pass
+        self.sealed.append(arguments)
 
     def close(self) -> None:
         for arena in self._arenas.values():
@@ -80,5 +82,33 @@ def test_whatever_a_copy_raises_is_raised_to_who_waits_for_it() -> None:
         snapshotter.wait()
     snapshotter.start(1, tensors, {})
     snapshotter.wait()
+    snapshotter.close()
+    client.close()
+
+
+@pytest.mark.parametrize("writes_here", [True, False])
+def test_a_copy_that_is_torn_on_any_rank_is_sealed_on_none_that_agrees(writes_here: bool) -> None:
+    """And the rank that knows it takes part in the agreement: the others wait for it there."""
+    client = ScriptedClient([(1, {1})])
+    snapshotter = Snapshotter(cast(SnapshotClient, client), 1, 0, torch.device("cpu"))
+    data = torch.ones(8)
+    told: list[bool] = []
+
+    def begin(*arguments: Any, **options: Any) -> tuple[int, Arena]:
+        if writes_here:
+            data.add_(1)
+        return ScriptedClient.begin(client, *arguments, **options)
+
+    client.begin = begin  # type: ignore[method-assign]
+
+    def agree(is_unchanged: bool) -> bool:
+        told.append(is_unchanged)
+        return False
+
+    snapshotter.start(0, [describe("w", data)], {}, agree=agree)
+    with pytest.raises(StateChanged):
+        snapshotter.wait()
+    assert told == [not writes_here]
+    assert client.sealed == []
     snapshotter.close()
     client.close()

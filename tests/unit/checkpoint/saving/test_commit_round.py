@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.saving import commit_round as commit_rounds
 from keepstep.checkpoint.saving.commit_round import CommitRound
 from keepstep.checkpoint.saving.store_calls import StoreCalls
 
@@ -121,3 +124,46 @@ def test_a_store_without_an_answer_fails_the_save_and_is_left_alone_then() -> No
         commit_round.leave()
         commit_round.forget()
         released.set()
+
+
+def test_rank_0_gives_signs_of_life_while_it_goes_over_many_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten thousand ranks took it longer than the others wait for one."""
+    now_s, ranks = 0.0, 100
+
+    class SlowStore:
+        """Each of its answers takes half a second."""
+
+        def __init__(self) -> None:
+            self.beats: list[float] = []
+
+        def check(self, keys: list[str]) -> bool:
+            nonlocal now_s
+            now_s += 0.5
+            return True
+
+        def get(self, key: str) -> bytes:
+            nonlocal now_s
+            now_s += 0.5
+            return b"{}"
+
+        def add(self, key: str, amount: int) -> int:
+            nonlocal now_s
+            now_s += 0.5
+            if key == "alive/0" and amount:
+                self.beats.append(now_s)
+            return len(self.beats)
+
+    monkeypatch.setattr(commit_rounds.time, "monotonic", lambda: now_s)
+    with started() as calls:
+        collecting = CommitRound(None, 0, ranks, "attempt", 6.0, calls)
+        store = SlowStore()
+        collecting._store = cast(Any, store)
+        assert len(collecting.collect()) == ranks
+        collected_s = now_s
+        assert collecting._unreported(range(1, ranks)) == []
+        collecting._check_alive(cast(Any, store), range(1, ranks))
+    pauses = [later - sooner for sooner, later in itertools.pairwise([0.0, *store.beats, now_s])]
+    assert collected_s > 50
+    assert max(pauses) < 6.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 TENSOR_NBYTES = 4096
 
 
-def open_memory(generation: int = 1) -> SnapshotMemory:
+def open_memory(
+    generation: int = 1, on_retained: Callable[[set[SnapshotId]], None] = lambda snapshots: None
+) -> SnapshotMemory:
     """Return an empty memory in a generation."""
-    memory = SnapshotMemory(MemoryBudget(), lambda snapshots: None)
+    memory = SnapshotMemory(MemoryBudget(), on_retained)
     memory.open_generation(generation)
     return memory
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,8 +27,15 @@ class Copier:
         self.begun: list[tuple[int, bool]] = []
         self.is_torn = False
 
-    def start(self, step: int, *_: object, discard_uncommitted: bool) -> None:
+    def start(
+        self,
+        step: int,
+        *_: object,
+        discard_uncommitted: bool,
+        agree: Callable[[bool], bool] | None,
+    ) -> None:
         self.begun.append((step, discard_uncommitted))
+        self.agrees = agree is not None and agree(True) and not agree(False)
 
     def wait(self) -> None:
         if self.is_torn:
@@ -95,3 +102,28 @@ def test_torn_copy_is_agreed_on_in_the_next_step_also_if_that_has_no_snapshot(
     manager.seal_before_closing(Position(3, 3), wait_for_commit)
     assert copier.begun == [(2, False), (3, True)]
     wait_for_commit.assert_not_called()
+
+
+def test_final_snapshot_that_is_torn_is_taken_again_by_agreement(manager: SnapshotManager) -> None:
+    """Its name is that of the first copy, which other ranks have sealed: none may seal too soon."""
+    copier: Any = manager._snapshotter
+    for step in (1, 2):
+        compute_step(manager, step)
+    copier.is_torn = True
+    wait_for_commit = Mock(return_value=True)
+    assert manager.commit_final_snapshot(Position(2, 2), wait_for_commit)
+    assert copier.begun == [(2, False), (2, True)]
+    assert copier.agrees
+    wait_for_commit.assert_called_once_with(2)
+
+
+def test_state_that_changes_after_the_end_is_an_error_and_no_endless_wait(
+    manager: SnapshotManager,
+) -> None:
+    copier: Any = manager._snapshotter
+    for step in (1, 2):
+        compute_step(manager, step)
+    copier.wait = Mock(side_effect=StateChanged("model/weight has changed"))
+    with pytest.raises(StateChanged):
+        manager.commit_final_snapshot(Position(2, 2), Mock(side_effect=AssertionError))
+    copier.wait = Mock()
