@@ -44,6 +44,7 @@ class LocalCluster:
         log: directory for the agents' output.
         last_call_s: seconds that the first generation waits for further nodes.
         store: URL of a running coordinator; None: start one.
+        spares: processes that each node keeps warm to replace a worker.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LocalCluster:
         log: Path,
         last_call_s: float = 1.0,
         store: str | None = None,
+        spares: int = 1,
     ) -> None:
         self.job = job
         self._script = list(script)
@@ -63,6 +65,7 @@ class LocalCluster:
         self._workers = workers
         self._log = log
         self._last_call_s = last_call_s
+        self._spares = spares
         self._etcd = EmbeddedEtcd(_own_secret()) if store is None else None
         self._url = store or ""
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -111,6 +114,7 @@ class LocalCluster:
             sys.executable, "-P", "-m", "keepstep", "run",
             "--store", self.url, "--job", self.job, "--node", node,
             "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
+            "--spares", str(self._spares),
             "--rdzv-conf", f"last_call_timeout={self._last_call_s}",
             *options, *self._script,
         ]  # fmt: skip

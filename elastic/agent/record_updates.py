@@ -11,7 +11,7 @@ from keepstep.elastic.rendezvous.records import NodePhase
 _PROGRESS_WRITES_PER_S = 20
 """How often all nodes together write how far they are, while nothing else is to be written.
 
-Only people read that."""
+People read that, and a leader that a node's reports do not reach."""
 _LEAST_PROGRESS_PAUSE_S = 3.0
 """How long a node pauses between such writes at least: each takes several ms of a processor."""
 
@@ -58,9 +58,13 @@ class RecordUpdates:
             nodes = len(generation.members) if generation is not None else 1
             pause_s = max(_LEAST_PROGRESS_PAUSE_S, nodes / _PROGRESS_WRITES_PER_S)
             self._progress_due_s = time.monotonic() + pause_s
+            server = self._snapshots.server
             membership.update(
+                # A leader that this node's reports do not reach learns of them here, if late.
+                sealed=server.sealed,
+                protected=server.protected,
                 step=worker_group.step,
-                memory_nbytes=self._snapshots.server.memory_nbytes,
+                memory_nbytes=server.memory_nbytes,
                 snapshot_every=worker_group.snapshot_every,
                 snapshot_cost_s=worker_group.snapshot_cost_s,
             )

@@ -37,6 +37,9 @@ log = logging.getLogger("keepstep")
 
 _LAST_MESSAGES_S = 1.0
 _KILL_S = 30.0
+
+SEND_S = 60.0
+"""Large assignments do not fit a socket's buffer: who reads nothing for so long is stuck."""
 """What a process may take to end after SIGKILL; to free much pinned memory takes seconds."""
 _NEVER_STARTED = 1
 """The exit status of a worker whose process could not be started."""
@@ -225,11 +228,17 @@ class Worker:
         await self.send(message, store_descriptor)
 
     async def send(self, message: AgentMessage, descriptor: int | None = None) -> None:
-        """Send a message. If the worker is gone, its exit is reported, and nothing here."""
+        """Send a message. If the worker is gone, its exit is reported, and nothing here.
+
+        One that has taken nothing for long is killed: all that the agent does waits for it.
+        """
         try:
-            await self._connection.send(message, descriptor)
+            async with asyncio.timeout(SEND_S):
+                await self._connection.send(message, descriptor)
         except PeerUnavailable:
             return
+        except TimeoutError:
+            self.kill(f"it has taken no message for {SEND_S:.0f} s")
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker and everything in its session."""

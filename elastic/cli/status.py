@@ -13,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s, failures_per_s
-from keepstep.elastic.rendezvous.records import Recovery, SnapshotCommit
+from keepstep.elastic.rendezvous.records import Member, Recovery, SnapshotCommit
 from keepstep.elastic.rendezvous.view import View
 
 
 def summary(view: View, wall_s: float) -> dict[str, Any]:
     """Return the state of a job as JSON, at a wall-clock time in seconds."""
     generation = view.generation
+    places = {member.node: member for member in generation.members} if generation else {}
     return {
         "generation": view.generation_number,
         "closing": view.closing.reason if view.is_closing and view.closing else None,
@@ -36,8 +37,8 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
                 "node": node,
                 "host": joined.record.host,
                 "phase": joined.record.phase.value,
-                "ranks": _ranks(view, node),
-                "group": _group(view, node),
+                "ranks": _ranks(places.get(node)),
+                "group": places[node].group if node in places else None,
                 "step": joined.record.step,
                 "leaving": joined.record.leaving,
                 "snapshot_memory_nbytes": joined.record.memory_nbytes,
@@ -256,13 +257,7 @@ def _clock_time(wall_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(wall_s))
 
 
-def _group(view: View, node: str) -> int | None:
-    member = view.generation.member(node) if view.generation else None
-    return member.group if member else None
-
-
-def _ranks(view: View, node: str) -> str:
-    member = view.generation.member(node) if view.generation else None
+def _ranks(member: Member | None) -> str:
     if member is None:
         return "standby"
     last = member.first_rank + member.nproc - 1

@@ -18,9 +18,10 @@ def job_status_of(view: View) -> JobStatus | None:
     generation = view.generation
     if generation is None:
         return None
+    places = {member.node: member for member in generation.members}
     members = []
     for node, joined in sorted(view.nodes.items()):
-        member = generation.member(node)
+        member = places.get(node)
         members.append(
             MemberStatus(
                 node=node,

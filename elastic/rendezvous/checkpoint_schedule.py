@@ -62,14 +62,15 @@ def begin_persist_if_due(
     )
     finishing = all(record.finishing for record in present) and step == max(r.step for r in present)
     failed = view.store_failure
+    # A time that lies ahead is of a leader whose clock was: it is not waited for.
     if failed is not None and (
-        wall_s < retry_at_s(failed) or (failed.step >= step and not finishing)
+        failed.at_s <= wall_s < retry_at_s(failed) or (failed.step >= step and not finishing)
     ):
         return None
     if every == AUTO:
-        is_due = view.checkpoint is None or wall_s >= view.checkpoint.at_s + checkpoint_interval_s(
-            view, wall_s
-        )
+        last_at_s = view.checkpoint.at_s if view.checkpoint is not None else wall_s + 1.0
+        interval_s = checkpoint_interval_s(view, wall_s)
+        is_due = not last_at_s <= wall_s < last_at_s + interval_s
     else:
         is_due = every is not None and step // every > stored // every
     if step > stored and (is_due or finishing):

@@ -621,8 +621,18 @@ def _absent(view: View, commit: SnapshotCommit) -> list[Member]:
 
 
 def _loses_too_much(view: View, commit: SnapshotCommit) -> bool:
-    """Whether parity cannot give back what is lost of a snapshot."""
-    absent = {holder.node for holder in _absent(view, commit)}
+    """Whether parity cannot give back what is lost of a snapshot.
+
+    Whoever knows of a newer commit has freed it, or does once it is stored.
+    """
+    freed = {
+        holder.node
+        for holder in commit.holders
+        if (record := _record(view, holder)) is not None
+        and record.committed is not None
+        and commit.snapshot < record.committed
+    }
+    absent = {holder.node for holder in _absent(view, commit)} | freed
     if absent and commit.stored:
         return True
     groups = Counter(holder.group for holder in commit.holders if holder.node in absent)

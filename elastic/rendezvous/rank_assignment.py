@@ -15,7 +15,12 @@ from itertools import cycle
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.parity.groups import group_nodes
-from keepstep.elastic.rendezvous.rank_limits import ANY_NUMBER, RankLimits, largest_sum
+from keepstep.elastic.rendezvous.rank_limits import (
+    ANY_NUMBER,
+    RankLimits,
+    largest_sum,
+    largest_sum_of_few,
+)
 from keepstep.elastic.rendezvous.records import (
     DomainLoss,
     Generation,
@@ -108,27 +113,15 @@ def assign_ranks(
 def _fitting(
     records: Sequence[NodeRecord], max_nodes: int, limits: RankLimits
 ) -> Sequence[NodeRecord]:
-    """Return those of these nodes that have the most ranks the limits allow, the first if equal.
-
-    Where there are more nodes than may be members, and they differ in size, those of one size alone
-    are considered as well.
-    """
-    groups = [records[:max_nodes]]
-    sizes = {record.nproc for record in records}
-    if len(sizes) > 1 and len(records) > max_nodes:
+    """Return those of these nodes that have the most ranks the limits allow, the first if equal."""
+    sizes = [record.nproc for record in records]
+    chosen = largest_sum(sizes[:max_nodes], limits)
+    if len(set(sizes)) > 1 and len(sizes) > max_nodes:
         # Larger nodes may be among those that the first ones leave no place for.
-        groups += [
-            [record for record in records if record.nproc == size][:max_nodes]
-            for size in sorted(sizes, reverse=True)
-        ]
-    best: Sequence[NodeRecord] = ()
-    most = 0
-    for group in groups:
-        chosen = largest_sum([record.nproc for record in group], limits)
-        ranks = sum(group[position].nproc for position in chosen)
-        if ranks > most:
-            best, most = [group[position] for position in chosen], ranks
-    return best
+        others = largest_sum_of_few(sizes, max_nodes, limits)
+        if sum(sizes[position] for position in others) > sum(sizes[p] for p in chosen):
+            chosen = others
+    return [records[position] for position in chosen]
 
 
 def assign_groups(

@@ -11,6 +11,7 @@ import base64
 import binascii
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -94,6 +95,49 @@ def decode_fitting(fitting: str) -> int:
     if not unpacking.eof:
         raise ValueError(f"numbers of ranks beyond {MOST_RANKS}, or cut off")
     return int.from_bytes(unpacked, "little")
+
+
+def largest_sum_of_few(sizes: Sequence[int], most_nodes: int, limits: RankLimits) -> list[int]:
+    """Return what `largest_sum` does, of choices of so many nodes at most.
+
+    Args:
+        sizes: number of ranks of each node, of which the first are preferred.
+        most_nodes: how many nodes may be chosen.
+        limits: which sums are allowed.
+    """
+    by_size = sorted(Counter(sizes).items(), reverse=True)
+    largest = sum(sorted(sizes, reverse=True)[:most_nodes])
+    for ranks in range(largest, 0, -1):
+        counts = _counts(by_size, ranks, most_nodes) if limits.allow(ranks) else None
+        if counts is not None:
+            left = {size: count for (size, _), count in zip(by_size, counts, strict=False)}
+            chosen = []
+            for position, size in enumerate(sizes):
+                if left.get(size, 0):
+                    left[size] -= 1
+                    chosen.append(position)
+            return chosen
+    return []
+
+
+def _counts(by_size: Sequence[tuple[int, int]], ranks: int, most_nodes: int) -> list[int] | None:
+    """Return how many nodes of each size, the largest first, have so many ranks together.
+
+    Sizes that none are taken of may be left out at the end. None if there is no such choice.
+    """
+    if not ranks:
+        return []
+    if not by_size or ranks > by_size[0][0] * most_nodes:
+        return None
+    (size, present), *smaller = by_size
+    for count in range(min(present, most_nodes, ranks // size), -1, -1):
+        rest = _counts(smaller, ranks - count * size, most_nodes - count)
+        if rest is not None:
+            return [count, *rest]
+        if not smaller or ranks - count * size > smaller[0][0] * (most_nodes - count):
+            # With fewer of this size, there would be even more left for the smaller ones.
+            return None
+    return None
 
 
 def largest_sum(sizes: Sequence[int], limits: RankLimits) -> list[int]:

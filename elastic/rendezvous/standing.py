@@ -118,8 +118,8 @@ def may_revoke_predecessor(
         UsageError: an agent that lives, or may live, has the right to the name.
     """
     if predecessor.agent == record.agent:
-        # This agent itself was a member before, and lost its lease.
-        lives = False
+        # This agent itself was a member before, and lost its lease; however long that is ago.
+        return True
     if lives or waited_s > limit_s:
         raise UsageError(
             f"node {record.node!r} is already in job {keys.job!r}; choose another --node name"

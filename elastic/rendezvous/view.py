@@ -276,9 +276,10 @@ def without_unlisted_chunks(view: View) -> View:
 def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
     """Fold in the reports that nodes have sent to this leader.
 
-    A report is newer than the record while the node starts or runs; from draining on the record
-    counts. Reports of another lease, generation or snapshot server are ignored: a server that died
-    holds nothing of what it reported.
+    A report is newer than the record while the node starts or runs, unless the record names a newer
+    snapshot: then reports do not reach this leader any more. From draining on the record counts.
+    Reports of another lease, generation or snapshot server are ignored: a server that died holds
+    nothing of what it reported.
     """
     nodes = dict(view.nodes)
     for node, report in reports.items():
@@ -290,7 +291,7 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
             report.lease, report.generation, report.server
         )  # fmt: skip
         if is_current and record.phase in (NodePhase.STARTING, NodePhase.RUNNING):
-            known = report.protected
+            known = max(record.protected, report.protected, key=lambda held: held[-1:])
             newer = replace(
                 record, sealed=known, protected=known, step=max(record.step, report.step)
             )

@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from keepstep.monitor.preflight.examination import DiskResult, MatmulResult
+
+if TYPE_CHECKING:
+    import torch
 
 _MEMORY_NBYTES = 128 * 2**20
 _DISK_NBYTES = 32 * 2**20
@@ -37,6 +40,9 @@ def memory_rate() -> float:
 
 def matmuls() -> tuple[MatmulResult, ...]:
     """Return the results of the processor and of every GPU."""
+    # Loading it takes two seconds, which who is refused for an option does not wait.
+    import torch
+
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return tuple(_matmul(device) for device in [torch.device("cpu"), *gpus])
 
@@ -74,6 +80,8 @@ def is_product(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -
     By Freivalds' check (1977): with vectors of +1 and -1, and sums that float64 holds exactly, one
     wrong element cannot hide; wrong ones that cancel each other go undetected once in 256.
     """
+    import torch
+
     generator = torch.Generator().manual_seed(7)
     signs = torch.randint(0, 2, (right.shape[1], 8), generator=generator) * 2.0 - 1.0
     signs = signs.to(product.device, torch.float64)
@@ -82,6 +90,8 @@ def is_product(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -
 
 
 def _matmul(device: torch.device) -> MatmulResult:
+    import torch
+
     size = _MATRIX_SIZE[device.type]
     generator = torch.Generator().manual_seed(20)
     # Integers up to 4 in size: every partial sum of 8192 products stays below 2**24, so float32
@@ -112,6 +122,8 @@ def _matmul(device: torch.device) -> MatmulResult:
 
 
 def _synchronize(device: torch.device) -> None:
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

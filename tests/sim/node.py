@@ -809,7 +809,7 @@ class Node:
         waits = state.step > max(known, 0) or (is_new and state.step > 0 and not is_taken)
         if waits or (self.last_step is not None and state.step >= self.last_step):
             return state
-        return replace(state, step=state.step + 1)
+        return SnapshotId(state.generation, state.step + 1)
 
     def peers(self, snapshot: SnapshotId) -> set[str]:
         """Return the servers whose blocks the parity of a snapshot is made of."""

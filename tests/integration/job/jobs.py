@@ -29,6 +29,7 @@ def cluster(
     *,
     workers: int = 2,
     disturbed: int = 1,
+    spares: int = 0,
     **options: Any,
 ) -> PatientCluster:
     """Return a cluster that runs `record.py` with these options; use it as a context manager.
@@ -39,6 +40,7 @@ def cluster(
         store: URL of a coordinator that runs; None: start one.
         workers: of each node.
         disturbed: how many generations the test ends, which do not take the last steps before.
+        spares: warm processes of each node. They take a tenth of a test's processor time.
         options: of the script.
     """
     (directory / "log").mkdir(parents=True, exist_ok=True)
@@ -54,6 +56,7 @@ def cluster(
         log=directory / "agents",
         last_call_s=60.0,
         store=store,
+        spares=spares,
     )
 
 

@@ -1,6 +1,7 @@
 """A training script that fails to build a model while the one before is still in memory."""
 
 import functools
+import time
 import weakref
 
 import torch
@@ -32,5 +33,6 @@ with keepstep.join(build) as job:
         with job.step():
             job.model(batch).backward()
             job.optimizer.step()
+        time.sleep(0.05)
         if job.world.generation > 1:
             job.stop()

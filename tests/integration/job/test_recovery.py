@@ -64,7 +64,7 @@ def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
 def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
     tmp_path: Path, with_dropout: Lines
 ) -> None:
-    with cluster(tmp_path, **DROPOUT) as running:
+    with cluster(tmp_path, spares=1, **DROPOUT) as running:
         running.start("a")
         running.start("b")
         before = running.wait_until(lambda view: committed_step_of(view) >= 8, 60)

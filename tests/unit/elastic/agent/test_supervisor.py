@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from keepstep.elastic.agent import supervisor
 from keepstep.elastic.agent.supervisor import Worker, WorkerEvent, WorkerExit
-from keepstep.elastic.worker.messages import Command, CommandKind
+from keepstep.elastic.worker.messages import Command, CommandKind, SnapshotCommitted
 from tests.patience import patient
 
 
@@ -132,3 +133,23 @@ def test_process_that_cannot_be_supervised_is_ended(monkeypatch: pytest.MonkeyPa
 
     asyncio.run(scenario())
     assert not psutil.pid_exists(started[0])
+
+
+def test_worker_that_takes_no_messages_is_killed_and_keeps_the_agent_waiting_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large assignments do not fit a socket's buffer; the agent did nothing else any more."""
+    monkeypatch.setattr(supervisor, "_spawn", spawning("sleep", "600"))
+    monkeypatch.setattr(supervisor, "SEND_S", 0.5)
+
+    async def scenario() -> None:
+        events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
+        worker = Worker.start(Command(CommandKind.PROGRAM, "", ()), {}, events.put_nowait)
+        async with asyncio.timeout(patient(20)):
+            while worker.is_alive and not worker.kill_reason:
+                await worker.send(SnapshotCommitted(step=1))
+            assert await events.get() == WorkerExit(worker, -signal.SIGKILL)
+        assert worker.kill_reason == "it has taken no message for 0 s"
+        worker.close()
+
+    asyncio.run(scenario())

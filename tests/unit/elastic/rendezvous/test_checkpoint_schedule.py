@@ -12,6 +12,7 @@ from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous.actions import Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import (
+    AUTO,
     PartAttempt,
     begin_persist_if_due,
     cancel_persist,
@@ -339,3 +340,12 @@ def test_leaving_stores_what_is_newer_than_what_is_stored_and_than_what_could_no
     action = persist_before_leaving(view, [record], view.snapshot, 100.0)
     assert isinstance(action, Persist) is stores
     assert persist_before_leaving(view, [replace(record, leaving=False)], None, 100.0) is None
+
+
+def test_times_that_lie_ahead_are_not_waited_for() -> None:
+    """A leader's clock was an hour ahead, and it was lost: its successor stored nothing so long."""
+    ahead = replace(recorded(3, 3), at_s=3700.0)
+    assert begins(replace(training(10, checkpoint_every=AUTO), checkpoint=ahead))
+    failed = StoreFailure(9, "full", 3700.0, 1)
+    assert begins(replace(training(10), store_failure=failed))
+    assert not begins(replace(training(10), store_failure=replace(failed, at_s=99.0)))

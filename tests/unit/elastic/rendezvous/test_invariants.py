@@ -114,9 +114,15 @@ def acted(view: View, action: Action) -> Callable[[], None]:
 ORDER = AbortOrder(1, all_fenced=True)
 REBUILD = ShardRebuild(2, "a", "tcp:a:2")
 
+NEWER = SnapshotId(1, 5)
+
 ALLOWED: dict[str, Callable[[], None]] = {
     "a view": lambda: check_view(STORING),
     "closing": changed(OPEN, closing=CLOSING),
+    "giving up a snapshot that is only kept to be stored": acted(
+        with_record(with_record(CLOSED, "a", committed=NEWER), "b", committed=NEWER),
+        Open(replace(SECOND, resume=None)),
+    ),
     "opening": changed(CLOSED, generation=SECOND, closing=None),
     "opening, checked": acted(CLOSED, Open(SECOND)),
     "opening without a lost member": acted(

@@ -159,7 +159,7 @@ def test_nodes_of_one_domain_are_in_different_groups() -> None:
         ("888", RankLimits(32), 9, ""),
         ("8888", RankLimits(16, 16), 9, "88"),
         ("8888", RankLimits(3), 9, "888"),
-        # With nodes of several sizes: the first that fit together, or those of one size.
+        # With nodes of several sizes: those that have the most ranks together.
         ("848", RankLimits(4), 9, "848"),
         ("488", RankLimits(8), 9, "88"),
         ("844", RankLimits(8), 9, "844"),
@@ -167,8 +167,10 @@ def test_nodes_of_one_domain_are_in_different_groups() -> None:
         ("1322", RankLimits.of([5]), 9, "122"),
         ("3322", RankLimits.of([5, 7]), 9, "322"),
         ("4888", RankLimits.of([16]), 2, "88"),
-        # Of two sizes with as many ranks, the one that needs fewer nodes.
-        ("1224", RankLimits(), 2, "4"),
+        ("884", RankLimits.of([12]), 2, "84"),
+        ("662", RankLimits(8), 2, "62"),
+        ("4488", RankLimits.of([20]), 3, "488"),
+        ("1224", RankLimits(), 2, "24"),
     ],
 )
 def test_as_many_nodes_are_members_as_the_mesh_has_places_for(

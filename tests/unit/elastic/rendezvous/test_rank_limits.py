@@ -15,6 +15,7 @@ from keepstep.elastic.rendezvous.rank_limits import (
     RankLimits,
     decode_fitting,
     largest_sum,
+    largest_sum_of_few,
 )
 from keepstep.elastic.rendezvous.records import NodeRecord
 from tests.unit.elastic.rendezvous.test_rank_assignment import record
@@ -111,3 +112,26 @@ def test_largest_number_that_any_nodes_have_together_is_found(
     best = [choice for choice in choices if sum(sizes[n] for n in choice) == most]
     # Of equal choices the one that has the first nodes.
     assert tuple(chosen) == max(best, key=lambda c: [n in c for n in range(len(sizes))], default=())
+
+
+@given(
+    st.lists(st.integers(1, 5), max_size=7),
+    st.integers(1, 7),
+    st.sets(st.integers(1, 30), min_size=1),
+)
+def test_largest_number_that_so_many_nodes_have_together_is_found(
+    sizes: list[int], most_nodes: int, numbers: set[int]
+) -> None:
+    limits = RankLimits.of(numbers)
+    chosen = largest_sum_of_few(sizes, most_nodes, limits)
+    most = max(
+        (
+            total
+            for count in range(1, min(most_nodes, len(sizes)) + 1)
+            for choice in combinations(sizes, count)
+            if limits.allow(total := sum(choice))
+        ),
+        default=0,
+    )
+    assert sum(sizes[n] for n in chosen) == most
+    assert len(set(chosen)) == len(chosen) <= most_nodes

@@ -44,6 +44,14 @@ def test_a_report_replaces_what_the_record_says_is_held(phase: NodePhase) -> Non
     )
 
 
+def test_a_record_that_names_a_newer_snapshot_than_the_report_counts() -> None:
+    """The node does not reach this leader any more: nothing would ever be committed."""
+    newest = SnapshotId(3, 40)
+    record = replace(RECORD, sealed=(newest,), protected=(newest,))
+    view = with_reports(view_of(record), {"a": REPORT})
+    assert view.nodes["a"].record.protected == view.nodes["a"].record.sealed == (newest,)
+
+
 def test_a_step_never_goes_back() -> None:
     view = with_reports(view_of(RECORD), {"a": replace(REPORT, step=9)})
     assert view == view_of(replace(RECORD, sealed=REPORT.protected, protected=REPORT.protected))
