@@ -296,13 +296,14 @@ class Reader(StorageReader):
 
         Each has looked for itself, and another one may have been committed meanwhile.
         """
-        found: list[StoredStep] = [plan.storage_data for plan in plans]
+        found: list[StoredStep] = [plan.storage_data or self._source.stored for plan in plans]
         newest = max(found, key=lambda stored: (stored.step, stored.generation))
         return [replace(plan, storage_data=newest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the plan's items; contiguous CPU tensors of the stored type are read in place."""
-        chosen: StoredStep = plan.storage_data
+        # A planner of the user's may return plans of its own.
+        chosen: StoredStep = plan.storage_data or self._source.stored
         if self._source.stored != chosen:
             self._opened = StoredCheckpoint.open(self._url, chosen.step, chosen.generation)
         missing = [

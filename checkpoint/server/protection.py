@@ -71,6 +71,8 @@ class Protection:
         self._changed = threading.Condition()
         self._pending: SnapshotId | None = None
         self._stop_requested = threading.Event()
+        # Set once what is under way for this snapshot is in vain: its shards are taken again.
+        self._given_up: tuple[SnapshotId, threading.Event] | None = None
         self._connections = ServerConnections(identity)
         # What is in the way of the snapshot that is being protected, as it was logged last.
         self._obstacle: tuple[SnapshotId, str] | None = None
@@ -120,7 +122,11 @@ class Protection:
                 return
             if group.parity:
                 self._pending = snapshot
-                self._encoding.submit(self._protect, group, snapshot, self._stop_requested)
+                given_up = threading.Event()
+                self._given_up = snapshot, given_up
+                self._encoding.submit(
+                    self._protect, group, snapshot, self._stop_requested, given_up
+                )
                 return
             is_published = self._parity.publish(snapshot, SnapshotParity(group))
         if is_published:
@@ -133,6 +139,9 @@ class Protection:
 
     def retain_only(self, snapshots: Collection[SnapshotId]) -> None:
         """Forget everything about other snapshots than these."""
+        with self._changed:
+            if self._given_up is not None and self._given_up[0] not in snapshots:
+                self._given_up[1].set()
         if self._parity.retain_only(snapshots):
             self._connections.interrupt()
 
@@ -176,18 +185,27 @@ class Protection:
         """Free everything, after `stop`."""
         self._parity.close()
 
-    def _protect(self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event) -> None:
+    def _protect(
+        self,
+        group: ErasureGroup,
+        snapshot: SnapshotId,
+        stop: threading.Event,
+        given_up: threading.Event,
+    ) -> None:
         """Compute the table of this node's own bytes, then the parity of the others'.
 
         What is in the way may pass: until the snapshot is protected, no newer one is taken.
         """
         has_table = False
         try:
-            while not stop.is_set():
+            while not (stop.is_set() or given_up.is_set()):
                 try:
                     if not has_table:
                         table = self._compute_shard_table(snapshot)
-                        self._parity.set_own_table(snapshot, table)
+                        with self._changed:
+                            if given_up.is_set():
+                                return
+                            self._parity.set_own_table(snapshot, table)
                         has_table = True
                     if self._encode_all(group, snapshot, stop):
                         self._on_protected(snapshot)
@@ -205,7 +223,8 @@ class Protection:
                 stop.wait(_RETRY_S)
         finally:
             with self._changed:
-                if self._pending == snapshot:
+                # Not if the same snapshot is protected anew.
+                if self._pending == snapshot and self._given_up == (snapshot, given_up):
                     self._set_pending(None)
 
     def _encode_all(self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event) -> bool:

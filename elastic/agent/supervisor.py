@@ -37,10 +37,11 @@ log = logging.getLogger("keepstep")
 
 _LAST_MESSAGES_S = 1.0
 _KILL_S = 30.0
-
-SEND_S = 60.0
-"""Large assignments do not fit a socket's buffer: who reads nothing for so long is stuck."""
 """What a process may take to end after SIGKILL; to free much pinned memory takes seconds."""
+_SEND_S = 60.0
+"""Large assignments do not fit a socket's buffer: who reads nothing for so long is stuck."""
+_COLD_SEND_S = 600.0
+"""The same of a process that imports PyTorch yet, perhaps from storage that is slow."""
 _NEVER_STARTED = 1
 """The exit status of a worker whose process could not be started."""
 
@@ -232,13 +233,14 @@ class Worker:
 
         One that has taken nothing for long is killed: all that the agent does waits for it.
         """
+        limit_s = _SEND_S if self.is_warm else _COLD_SEND_S
         try:
-            async with asyncio.timeout(SEND_S):
+            async with asyncio.timeout(limit_s):
                 await self._connection.send(message, descriptor)
         except PeerUnavailable:
             return
         except TimeoutError:
-            self.kill(f"it has taken no message for {SEND_S:.0f} s")
+            self.kill(f"it has taken no message for {limit_s:.0f} s")
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker and everything in its session."""

@@ -68,9 +68,10 @@ def begin_persist_if_due(
     ):
         return None
     if every == AUTO:
-        last_at_s = view.checkpoint.at_s if view.checkpoint is not None else wall_s + 1.0
-        interval_s = checkpoint_interval_s(view, wall_s)
-        is_due = not last_at_s <= wall_s < last_at_s + interval_s
+        last = view.checkpoint
+        is_due = last is None or not last.at_s <= wall_s < last.at_s + checkpoint_interval_s(
+            view, wall_s
+        )
     else:
         is_due = every is not None and step // every > stored // every
     if step > stored and (is_due or finishing):

@@ -128,7 +128,8 @@ def admit_spares(
     )
     if not joining or not settled or _is_finishing(present):
         return Decision(LeaderState())
-    if len(joining) < room:
+    # Also where a larger node takes a member's place: another one may be about to join.
+    if len(joining) != room:
         leader_state, until_s = wait(
             leader_state, f"last call after {len(joining)} spares", now_s, policy.last_call_s
         )

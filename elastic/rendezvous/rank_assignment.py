@@ -63,7 +63,7 @@ def assign_ranks(
 ) -> tuple[Member, ...]:
     """Choose the members and give them ranks: old members keep their place where it still exists.
 
-    Old members come before standby nodes, and among equals those first that joined first. Standby
+    Old members come before standby nodes of their size, and those first that joined first. Standby
     nodes come in the order of `standby.by_preference`. If the mesh has no place for all, the last
     of them are on standby; no members are returned if none would fit. A place freed by a lost
     member goes to the first node without one; ranks follow the places in order.

@@ -98,7 +98,9 @@ def decode_fitting(fitting: str) -> int:
 
 
 def largest_sum_of_few(sizes: Sequence[int], most_nodes: int, limits: RankLimits) -> list[int]:
-    """Return what `largest_sum` does, of choices of so many nodes at most.
+    """Return the positions of so many nodes at most that have the most ranks that are allowed.
+
+    Of several choices it is the one with the most of the largest nodes, of each size the first.
 
     Args:
         sizes: number of ranks of each node, of which the first are preferred.

@@ -307,9 +307,6 @@ class SnapshotManager:
         """Begin to copy the current state; False if the last snapshot is not committed yet."""
         if not self._may_begin():
             return False
-        if self.copies_synchronously:
-            # A step may replace the memory of its tensors, which also makes copies synchronous.
-            self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
             self._begin_copy(position)
         if self.copies_synchronously:
@@ -317,6 +314,9 @@ class SnapshotManager:
         return True
 
     def _begin_copy(self, position: Position, agree: Callable[[bool], bool] | None = None) -> None:
+        if self.copies_synchronously:
+            # A step may replace the memory of its tensors, which also makes copies synchronous.
+            self.training.invalidate_if_moved()
         live = self.training.capture(replace(position, stream=self._stream_position(position)))
         self._snapshotter.start(
             position.step,

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.checkpoint.saving import writer_process
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.writer_process import WriterProcess
+from tests.patience import patient
 
 
 class GivenUp(Exception):
@@ -33,8 +35,11 @@ def test_process_whose_reply_nobody_waits_for_is_ended(tmp_path: Path) -> None:
         process.close()
 
 
-def test_process_is_ended_though_a_forked_one_has_its_connection_too() -> None:
+def test_process_is_ended_though_a_forked_one_has_its_connection_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As loaders have. It was killed after five seconds, each time."""
+    monkeypatch.setattr(writer_process, "_END_S", patient(20))
     process = WriterProcess.start()
     copied = os.dup(process._end.fileno())
     try:

@@ -258,7 +258,7 @@ with keepstep.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if options["steps"] == ENDLESS:
+        if options["steps"] >= ENDLESS:
             # The others' tests need the cores, too.
             time.sleep(0.05)
         if world.generation <= options["disturbed"] and world.rank == 0:

@@ -92,7 +92,7 @@ def test_collectives_that_may_leave_garbage_are_aborted_by_order_once_all_are_fe
     def fenced(view: View) -> list[int]:
         return [joined.record.fenced for joined in view.nodes.values()]
 
-    with cluster(tmp_path, **DROPOUT, backend="other", disturbed=2) as running:
+    with cluster(tmp_path, spares=1, **DROPOUT, backend="other", disturbed=2) as running:
         for node in "abc":
             running.start(node)
         view = running.wait_until(lambda view: committed_step_of(view) >= 8, 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint import api
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 
@@ -23,10 +23,10 @@ def test_names_of_other_stages_count_for_what_a_checkpoints_names_are(
     checkpoint.save(url, {"model": nn.ModuleDict({"module": nn.Linear(1, 1)})}, step=1)
     checkpoint.load(url, {"model": nn.Linear(1, 1)})
 
-    def gathered(message: Json) -> list[Json]:
-        return [message, ["module.weight", "module.bias"]]
+    def of_all_ranks(names: Iterable[str]) -> set[str]:
+        return {*names, "module.weight", "module.bias"}
 
-    monkeypatch.setattr(api, "all_gather_json", gathered)
+    monkeypatch.setattr(api, "union_of_all_ranks", of_all_ranks)
     with pytest.raises(LayoutMismatch, match="weight: missing in the source"):
         checkpoint.load(url, {"model": nn.Linear(1, 1)})
 

@@ -204,3 +204,27 @@ def test_shard_that_was_given_up_is_no_changed_memory(monkeypatch: pytest.Monkey
         protection.stop()
         protection.close()
         memory.close()
+
+
+def test_a_table_of_shards_that_are_taken_again_is_not_given_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes were those of the first copy, or of both; peers computed parity of them."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def compute(snapshot: SnapshotId) -> tuple[()]:
+        began.set()
+        may_end.wait()
+        return ()
+
+    with opened(lambda _: None) as protection:
+        monkeypatch.setattr(protection, "_compute_shard_table", compute)
+        monkeypatch.setattr(protection, "_encode", lambda *_: None)
+        protection.open_generation(PAIR)
+        protection.protect(OLDER)
+        began.wait()
+        protection.retain_only(())
+        may_end.set()
+        protection.finish_protection(patient(20))
+        assert protection._parity.own_table(OLDER) is None
+        assert not protection.is_protected(OLDER)

@@ -6,9 +6,11 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -139,17 +141,27 @@ def test_worker_that_takes_no_messages_is_killed_and_keeps_the_agent_waiting_no_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Large assignments do not fit a socket's buffer; the agent did nothing else any more."""
-    monkeypatch.setattr(supervisor, "_spawn", spawning("sleep", "600"))
-    monkeypatch.setattr(supervisor, "SEND_S", 0.5)
+    ends: list[int] = []
+
+    def spawn(command: Command, environment: Mapping[str, str], end: socket.socket, _: Any) -> int:
+        # As a worker that is stopped holds it.
+        ends.append(os.dup(end.fileno()))
+        return spawning("sleep", "600")()
+
+    monkeypatch.setattr(supervisor, "_spawn", spawn)
+    monkeypatch.setattr(supervisor, "_SEND_S", 0.5)
 
     async def scenario() -> None:
         events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         worker = Worker.start(Command(CommandKind.PROGRAM, "", ()), {}, events.put_nowait)
         async with asyncio.timeout(patient(20)):
+            worker.is_warm = True
             while worker.is_alive and not worker.kill_reason:
                 await worker.send(SnapshotCommitted(step=1))
+                await asyncio.sleep(0)
             assert await events.get() == WorkerExit(worker, -signal.SIGKILL)
         assert worker.kill_reason == "it has taken no message for 0 s"
         worker.close()
+        os.close(ends.pop())
 
     asyncio.run(scenario())

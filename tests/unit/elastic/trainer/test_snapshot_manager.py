@@ -104,17 +104,23 @@ def test_torn_copy_is_agreed_on_in_the_next_step_also_if_that_has_no_snapshot(
     wait_for_commit.assert_not_called()
 
 
-def test_final_snapshot_that_is_torn_is_taken_again_by_agreement(manager: SnapshotManager) -> None:
+def test_final_snapshot_that_is_torn_is_taken_again_by_agreement(
+    manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its name is that of the first copy, which other ranks have sealed: none may seal too soon."""
     copier: Any = manager._snapshotter
     for step in (1, 2):
         compute_step(manager, step)
     copier.is_torn = True
+    # What tore the first copy may have been a tensor that was given other memory.
+    looks_for_moved = Mock()
+    monkeypatch.setattr(manager.training, "invalidate_if_moved", looks_for_moved)
     wait_for_commit = Mock(return_value=True)
     assert manager.commit_final_snapshot(Position(2, 2), wait_for_commit)
     assert copier.begun == [(2, False), (2, True)]
     assert copier.agrees
     wait_for_commit.assert_called_once_with(2)
+    looks_for_moved.assert_called_once()
 
 
 def test_state_that_changes_after_the_end_is_an_error_and_no_endless_wait(
