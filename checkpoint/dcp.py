@@ -18,6 +18,7 @@ import io
 import os
 import uuid
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -306,17 +307,7 @@ class Reader(StorageReader):
         chosen: StoredStep = plan.storage_data or self._source.stored
         if self._source.stored != chosen:
             self._opened = StoredCheckpoint.open(self._url, chosen.step, chosen.generation)
-        missing = [
-            item.storage_index.fqn
-            for item in plan.items
-            if item.storage_index.fqn not in self._source.tensors
-            and item.storage_index.fqn not in self._source.documents.get(_VALUES, {})
-        ]
-        if missing:
-            raise LayoutMismatch(
-                f"{self._url}: {chosen.directory}, which appeared during the load, does not have "
-                f"{missing[0]}; load again, or name the step"
-            )
+            self._check_has(item.storage_index.fqn for item in plan.items)
         requests: list[BoxRequest] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         targets = []
@@ -345,6 +336,16 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _check_has(self, names: Iterable[str]) -> None:
+        """Raise LayoutMismatch if a plan was made for a checkpoint that has other names."""
+        known = {*self._source.tensors, *self._source.documents.get(_VALUES, {})}
+        missing = next((name for name in names if name not in known), None)
+        if missing is not None:
+            raise LayoutMismatch(
+                f"{self._url}: {self._source.stored.directory}, which appeared during the load, "
+                f"does not have {missing}; load again, or name the step"
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

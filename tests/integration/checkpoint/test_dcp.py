@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,22 +94,40 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     assert StoredCheckpoint.open(str(tmp_path)).documents["provenance"]["world_size"] == 1
 
 
-def test_ranks_that_find_different_checkpoints_all_load_the_newest(tmp_path: Path) -> None:
-    """One is committed while they look: each looked for itself, and loaded what it had found."""
+def agreed_loads(
+    directory: Path, *states: dict[str, Any]
+) -> list[tuple[Reader, DefaultLoadPlanner, LoadPlan, dict[str, Any]]]:
+    """Save each state as the next step, have a rank look for the newest one then, and agree."""
     found = []
-    for step in (1, 2):
-        state = {"x": torch.full((3,), float(step)), "n": step}
-        dcp.save(state, storage_writer=Writer(tmp_path, step=step), no_dist=True)
-        reader, planner = Reader(tmp_path), DefaultLoadPlanner()
+    for step, state in enumerate(states, 1):
+        dcp.save(state, storage_writer=Writer(directory, step=step), no_dist=True)
+        reader, planner = Reader(directory), DefaultLoadPlanner()
         filled = {"x": torch.zeros(3), "n": 0}
         planner.set_up_planner(filled, reader.read_metadata(), is_coordinator=step == 1)
         found.append((reader, planner, filled))
     plans = [reader.prepare_local_plan(planner.create_local_plan()) for reader, planner, _ in found]
     agreed = found[0][0].prepare_global_plan(plans)
-    for (reader, planner, filled), plan in zip(found, agreed, strict=True):
+    return [(*of_rank[:2], plan, of_rank[2]) for of_rank, plan in zip(found, agreed, strict=True)]
+
+
+def test_ranks_that_find_different_checkpoints_all_load_the_newest(tmp_path: Path) -> None:
+    """One is committed while they look: each looked for itself, and loaded what it had found."""
+    states = [{"x": torch.full((3,), float(step)), "n": step} for step in (1, 2)]
+    for reader, planner, plan, filled in agreed_loads(tmp_path, *states):
         reader.read_data(planner.finish_plan(plan), planner)
         assert torch.equal(filled["x"], torch.full((3,), 2.0))
         assert filled["n"] == 2
+
+
+def test_a_checkpoint_with_other_names_that_appears_during_a_load_is_refused(
+    tmp_path: Path,
+) -> None:
+    state = {"x": torch.ones(3), "n": 1}
+    (reader, planner, plan, _), _ = agreed_loads(tmp_path, state, state)
+    dcp.save({"y": torch.ones(3)}, storage_writer=Writer(tmp_path, step=3), no_dist=True)
+    newest = replace(plan, storage_data=list_steps(str(tmp_path))[0])
+    with pytest.raises(LayoutMismatch, match=r"does not have [nx]; load again, or name"):
+        reader.read_data(planner.finish_plan(newest), planner)
 
 
 def test_a_planner_that_caches_plans_is_refused_at_the_first_save(tmp_path: Path) -> None:

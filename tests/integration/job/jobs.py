@@ -18,6 +18,7 @@ from tests.patience import patient
 from tests.patient_cluster import PatientCluster
 
 STEPS = 30
+_MANY = 10**6
 SCRIPT = Path(__file__).parent / "record.py"
 Lines = dict[int, dict[int, dict[str, Any]]]
 
@@ -30,6 +31,7 @@ def cluster(
     workers: int = 2,
     disturbed: int = 1,
     spares: int = 0,
+    endless: bool = False,
     **options: Any,
 ) -> PatientCluster:
     """Return a cluster that runs `record.py` with these options; use it as a context manager.
@@ -40,12 +42,19 @@ def cluster(
         store: URL of a coordinator that runs; None: start one.
         workers: of each node.
         disturbed: how many generations the test ends, which do not take the last steps before.
-        spares: warm processes of each node. They take a tenth of a test's processor time.
+        spares: warm processes of each node, of which each takes processor time from other tests.
+        endless: the test ends the job.
         options: of the script.
     """
     (directory / "log").mkdir(parents=True, exist_ok=True)
     script_options = json.dumps(
-        {"steps": STEPS, "log": str(directory / "log"), "disturbed": disturbed, **options}
+        {
+            "steps": _MANY if endless else STEPS,
+            "endless": endless,
+            "log": str(directory / "log"),
+            "disturbed": disturbed,
+            **options,
+        }
     )
     # The long last call keeps the first generation open for a second node that starts late.
     return PatientCluster(

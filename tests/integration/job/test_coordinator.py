@@ -42,7 +42,7 @@ def test_job_trains_on_while_all_coordinator_members_are_dead_and_commits_afterw
 ) -> None:
     with (
         EtcdCluster() as members,
-        cluster(tmp_path, workers=1, steps=10**6, store=members.url) as running,
+        cluster(tmp_path, workers=1, endless=True, store=members.url) as running,
     ):
         for node in ("a", "b"):
             running.start(node, "--lease-ttl", "2")
@@ -62,7 +62,7 @@ def test_job_trains_on_while_all_coordinator_members_are_dead_and_commits_afterw
 
 
 def test_node_that_lost_its_lease_joins_again_with_what_it_holds_in_memory(tmp_path: Path) -> None:
-    with cluster(tmp_path, "1:1", workers=1, steps=10**6) as running:
+    with cluster(tmp_path, "1:1", workers=1, endless=True) as running:
         running.start("a", "--lease-ttl", "2")
         before = running.wait_until(lambda view: step_of(view) >= 5, 120)
         agent = psutil.Process(running.agents["a"].pid)

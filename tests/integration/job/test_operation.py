@@ -17,7 +17,7 @@ def test_job_is_scaled_paused_and_resumed_and_goes_on_elsewhere_from_storage(
     tmp_path: Path,
 ) -> None:
     checkpoint = str(tmp_path / "checkpoint")
-    with cluster(tmp_path, workers=1, steps=10**6, checkpoint=checkpoint) as running:
+    with cluster(tmp_path, workers=1, endless=True, checkpoint=checkpoint) as running:
         job = JobAddress(parse_address(running.url), "job")
         running.start("a")
         running.start("b")

@@ -257,7 +257,7 @@ def test_job_with_automatic_intervals_shows_them_and_recovers(tmp_path: Path) ->
     with cluster(
         tmp_path,
         workers=1,
-        steps=10**6,
+        endless=True,
         snapshots="auto",
         every="auto",
         checkpoint=str(tmp_path / "checkpoint"),
@@ -350,7 +350,7 @@ def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_
     tmp_path: Path,
 ) -> None:
     checkpoint = str(tmp_path / "checkpoint")
-    with cluster(tmp_path, workers=1, steps=10**6, checkpoint=checkpoint) as running:
+    with cluster(tmp_path, workers=1, endless=True, checkpoint=checkpoint) as running:
         for node in ("a", "b"):
             running.start(node)
         running.wait_until(lambda view: step_of(view) >= 4, 60)
@@ -375,7 +375,7 @@ def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_
 def store_checkpoints(directory: Path) -> None:
     """Run a job until it has stored two checkpoints."""
     checkpoint = str(directory / "checkpoint")
-    with cluster(directory, workers=1, steps=10**6, every=3, checkpoint=checkpoint) as running:
+    with cluster(directory, workers=1, endless=True, every=3, checkpoint=checkpoint) as running:
         for node in ("a", "b"):
             running.start(node)
         # Where storing is slow a due checkpoint may be skipped.
@@ -504,7 +504,7 @@ def test_evicted_node_hands_over_its_state_leaves_and_is_no_longer_listed(tmp_pa
             command, capture_output=True, text=True, check=True, timeout=patient(60)
         ).stdout
 
-    with cluster(tmp_path, workers=1, steps=10**6) as running:
+    with cluster(tmp_path, workers=1, endless=True) as running:
         running.start("a")
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 4, 60)
@@ -606,7 +606,7 @@ def test_killed_node_may_return_under_its_name_before_its_lease_ends(
     tmp_path: Path,
 ) -> None:
     with cluster(
-        tmp_path, workers=1, steps=10**6, checkpoint=str(tmp_path / "checkpoint"), every=3
+        tmp_path, workers=1, endless=True, checkpoint=str(tmp_path / "checkpoint"), every=3
     ) as running:
         for node in ("a", "b"):
             # The lease must not end by itself during the test.

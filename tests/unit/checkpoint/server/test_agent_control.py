@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 
 from keepstep.checkpoint.memory.messages import (
     CONTROL_PROTOCOL,
@@ -33,11 +32,11 @@ def test_a_reply_that_follows_an_event_does_not_lack_what_the_event_has_told() -
     def result() -> NodeHoldings:
         held = NodeHoldings(sealed=(), protected=tuple(protected), nbytes=0)
         thread.start()
-        thread.join(0.2)
+        while thread.is_alive() and not channel._sending.locked():
+            pass  # The event is sent in between if nothing keeps it.
         return held
 
-    make: Callable[[], NodeHoldings] = result
-    channel.reply(0, make)
+    channel.reply(0, result)
     thread.join()
     first, second = agent.receive(), agent.receive()
     assert isinstance(first, AgentReply)
