@@ -1,4 +1,4 @@
-"""The etcd fixture, how many threads tests compute with, and the settings of property tests."""
+"""The etcd fixture, the order of tests, their threads, and the settings of property tests."""
 
 import os
 from collections.abc import Iterator
@@ -19,6 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: begun last, it would be waited for alone."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture

@@ -170,6 +170,7 @@ def test_own_modules_are_not_shadowed_by_keepstep_run_and_the_job_resumes(
     assert start("keepstep run", project, url, 5).count("begins after step 3") == 2
 
 
+@pytest.mark.long
 def test_own_modules_are_not_shadowed_by_other_launchers_and_each_resumes_anothers_job(
     project: Path, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
         process.wait(patient(20))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +158,7 @@ def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_con
     assert not list(rings.rglob("*.ring"))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +206,7 @@ def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
     assert "ERROR" not in monitor_log.read_text()
 
 
+@pytest.mark.long
 @needs_compiler
 def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from keepstep.elastic.store.address import parse_address
 from tests.integration.job.jobs import cluster, committed_step_of, last_run_of_each_step, step_of
 
 
+@pytest.mark.long
 def test_job_is_scaled_paused_and_resumed_and_goes_on_elsewhere_from_storage(
     tmp_path: Path,
 ) -> None:

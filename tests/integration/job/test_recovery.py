@@ -410,6 +410,7 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_well(
     tmp_path: Path,
 ) -> None:
