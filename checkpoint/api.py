@@ -188,7 +188,7 @@ def save(
         saver.forget_failure()
     attempt = Attempt(stored, agreed.attempt)
     plan = agreed.plan
-    read_box = boxes_reader(plan, agreed.live.tensors)
+    read_box = boxes_reader(agreed)
     reports = report_parts(
         lambda: write_part(storage, attempt, plan.own.plan, [0], read_box, name=rank()),
         agreed.documents,

@@ -103,15 +103,10 @@ class PlanCache:
     def __init__(self) -> None:
         self._plan: SharedPlan | None = None
 
-    def name_for(self, signature: Signature) -> str | None:
-        """Return the name of the plan that fits this rank's boxes, if there is one."""
+    def plan_for(self, signature: Signature) -> SharedPlan | None:
+        """Return the plan that fits this rank's boxes, if there is one."""
         plan = self._plan
-        return plan.name if plan is not None and plan.signature == signature else None
-
-    def take(self) -> SharedPlan:
-        """Return the plan."""
-        assert self._plan is not None, "the ranks have agreed that each of them has a plan"
-        return self._plan
+        return plan if plan is not None and plan.signature == signature else None
 
     def keep(self, plan: SharedPlan | None) -> None:
         """Keep a plan instead of the one before."""
@@ -126,6 +121,7 @@ class AgreedSave:
         attempt: name of the attempt, the same on all ranks.
         live: this rank's state.
         plan: what this rank writes, and what rank 0 publishes.
+        exchange: gets the pieces of chunks that this rank holds only in part.
         documents: those of this rank's documents that no rank after it has alike; rank 0 merges
             those of all ranks.
         failures: what each rank tells about its last save.
@@ -134,6 +130,7 @@ class AgreedSave:
     attempt: str
     live: LiveState
     plan: SharedPlan
+    exchange: PieceExchange
     documents: Mapping[str, Json]
     failures: tuple[Json, ...]
 
@@ -162,19 +159,21 @@ def agree_on_save(
             generations do not fit together; every rank raises.
     """
 
-    def prepare() -> tuple[LiveState, Signature]:
+    def prepare() -> tuple[LiveState, Signature, PieceExchange | None]:
         check_compression(compression)
         live = capture()
         if rank() == 0:
             live = _with_provenance(live)
-        return live, signature_of(live.tensors, compression)
+        signature = signature_of(live.tensors, compression)
+        plan = cache.plan_for(signature)
+        return live, signature, None if plan is None else _prepared_exchange(plan, live.tensors)
 
     # All ranks take the name that rank 0 gives the attempt.
-    (live, signature), gathered = on_all_ranks_gathering(
+    (live, signature, exchange), gathered = on_all_ranks_gathering(
         prepare,
         lambda prepared: [
             uuid.uuid4().hex,
-            cache.name_for(prepared[1]),
+            None if prepared[2] is None else prepared[2].plan.name,
             document_digests(prepared[0].documents),
             failure,
             [step, generation],
@@ -183,15 +182,18 @@ def agree_on_save(
     _check_steps([stored for *_, stored in gathered])
     attempt = str(gathered[0][0])
     known = {name for _, name, *_ in gathered}
-    if len(known) > 1 or None in known:
+    if exchange is None or len(known) > 1:
         cache.keep(None)
-        cache.keep(_plan(attempt, live.tensors, signature, compression))
+        plan = _plan(attempt, live.tensors, signature, compression)
+        cache.keep(plan)
+        exchange = PieceExchange(plan, live.tensors)
     digests = [digests for _, _, digests, *_ in gathered]
     holders = last_holders(digests)
     return AgreedSave(
         attempt=attempt,
         live=live,
-        plan=cache.take(),
+        plan=exchange.plan,
+        exchange=exchange,
         documents={
             name: content
             for name, content in live.documents.items()
@@ -234,13 +236,13 @@ def signature_of(
     )
 
 
-def boxes_reader(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> ReadBox:
+def boxes_reader(agreed: AgreedSave) -> ReadBox:
     """Return what reads the chunks that this rank writes, after the ranks have exchanged pieces.
 
-    Raises as `gather_chunks` does.
+    Raises as `PieceExchange.run` does.
     """
-    collected = gather_chunks(plan, tensors)
-    held = _by_key(tensors)
+    collected = agreed.exchange.run()
+    held = _by_key(agreed.live.tensors)
 
     def read_box(key: str, box: Box) -> Bytes:
         return collected[key, box] if (key, box) in collected else _box_of(held[key], box)
@@ -368,34 +370,6 @@ def _rounds(
     )
 
 
-def gather_chunks(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> dict[tuple[str, Box], Bytes]:
-    """Return the chunks that this rank writes but holds only in part, by tensor key and box.
-
-    Raises:
-        Exception: what failed on this rank, such as lack of memory.
-        CheckpointError: another rank failed.
-    """
-    held = _by_key(tensors)
-    collected: dict[tuple[str, Box], Bytes] = {}
-    byte_exchange = ByteExchange()
-    for peers in plan.rounds:
-        buffers = on_all_ranks(
-            partial(_prepare_round, plan.own, peers, held, collected, byte_exchange)
-        )
-        byte_exchange.run(
-            buffers.sent, buffers.sent_nbytes, buffers.received, buffers.received_nbytes
-        )
-        # From here to the next round nothing takes memory that may be lacking.
-        data, start = buffers.received.numpy(), 0
-        for chunk, box in (piece for peer in peers for piece in peer.wanted):
-            whole = collected[chunk.key, chunk.box]
-            itemsize = whole.shape[-1]
-            end = start + box.size * itemsize
-            whole[box.within(chunk.box).slices] = data[start:end].reshape(*box.shape, itemsize)
-            start = end
-    return collected
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _RoundBuffers:
     """What a rank sends and where it receives in a round; the sizes are by rank."""
@@ -406,39 +380,104 @@ class _RoundBuffers:
     received_nbytes: Sequence[int]
 
 
-def _prepare_round(
-    own: WriterPlan,
-    peers: Sequence[Round],
-    held: Mapping[str, Sequence[LiveTensor]],
-    collected: dict[tuple[str, Box], Bytes],
-    byte_exchange: ByteExchange,
-) -> _RoundBuffers:
-    """Take all memory that a round needs, and fill in what this rank sends.
+class PieceExchange:
+    """Gets the chunks that this rank writes but holds only in part, from the ranks that hold them.
 
-    Raises:
-        CheckpointError: PyTorch has no memory for it.
+    Memory for a round is taken before ranks depend on each other. For the first round `prepare`
+    takes it; all ranks must have called it, or none.
+
+    Args:
+        plan: the ranks' plan.
+        tensors: what this rank holds.
     """
-    itemsizes = {key: numpy_dtype(tensor.dtype).itemsize for key, tensor in own.tensors.items()}
-    pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
-    sent_nbytes = [
-        sum(box.size * held[key][0].data.element_size() for key, box in peer.asked)
-        for peer in peers
-    ]
-    received_nbytes = [
-        sum(box.size * itemsizes[chunk.key] for chunk, box in peer.wanted) for peer in peers
-    ]
-    for chunk in (chunk for peer in peers for chunk, _ in peer.wanted):
-        place = chunk.key, chunk.box
-        if place not in collected:
-            collected[place] = np.empty((*chunk.box.shape, itemsizes[chunk.key]), np.uint8)
-    sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
+
+    def __init__(self, plan: SharedPlan, tensors: Sequence[LiveTensor]) -> None:
+        self.plan = plan
+        self._held = _by_key(tensors)
+        self._collected: dict[tuple[str, Box], Bytes] = {}
+        self._bytes = ByteExchange()
+        self._first: _RoundBuffers | None = None
+
+    def prepare(self) -> None:
+        """Take memory for the first round, and copy what this rank sends in it.
+
+        Raises:
+            CheckpointError: PyTorch has no memory for it.
+            MemoryError: there is none.
+        """
+        if self.plan.rounds:
+            self._first = self._prepared(self.plan.rounds[0])
+
+    def run(self) -> dict[tuple[str, Box], Bytes]:
+        """Exchange the pieces, once; return the chunks, by tensor key and box.
+
+        Raises:
+            Exception: what failed on this rank, such as lack of memory.
+            CheckpointError: another rank failed.
+        """
+        for peers in self.plan.rounds:
+            buffers, self._first = self._first, None
+            if buffers is None:
+                buffers = on_all_ranks(partial(self._prepared, peers))
+            self._bytes.run(
+                buffers.sent, buffers.sent_nbytes, buffers.received, buffers.received_nbytes
+            )
+            # From here to the next round nothing takes memory that may be lacking.
+            self._put(peers, buffers.received)
+        return self._collected
+
+    def _put(self, peers: Sequence[Round], received: torch.Tensor) -> None:
+        data, start = received.numpy(), 0
+        for chunk, box in (piece for peer in peers for piece in peer.wanted):
+            whole = self._collected[chunk.key, chunk.box]
+            itemsize = whole.shape[-1]
+            end = start + box.size * itemsize
+            whole[box.within(chunk.box).slices] = data[start:end].reshape(*box.shape, itemsize)
+            start = end
+
+    def _prepared(self, peers: Sequence[Round]) -> _RoundBuffers:
+        """Take all memory that a round needs, and fill in what this rank sends.
+
+        Raises:
+            CheckpointError: PyTorch has no memory for it.
+        """
+        held, collected = self._held, self._collected
+        itemsizes = {
+            key: numpy_dtype(tensor.dtype).itemsize for key, tensor in self.plan.own.tensors.items()
+        }
+        pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
+        sent_nbytes = [
+            sum(box.size * held[key][0].data.element_size() for key, box in peer.asked)
+            for peer in peers
+        ]
+        received_nbytes = [
+            sum(box.size * itemsizes[chunk.key] for chunk, box in peer.wanted) for peer in peers
+        ]
+        for chunk in (chunk for peer in peers for chunk, _ in peer.wanted):
+            place = chunk.key, chunk.box
+            if place not in collected:
+                collected[place] = np.empty((*chunk.box.shape, itemsizes[chunk.key]), np.uint8)
+        sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
+        try:
+            received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+            self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+        except RuntimeError as error:
+            # For memory of the CPU PyTorch has no error of its own.
+            raise CheckpointError(
+                f"no memory to exchange pieces with other ranks: {error}"
+            ) from error
+        return _RoundBuffers(sent, sent_nbytes, received, received_nbytes)
+
+
+def _prepared_exchange(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> PieceExchange | None:
+    """Return an exchange whose first round needs no agreement any more; None without memory."""
+    exchange = PieceExchange(plan, tensors)
     try:
-        received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
-        byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
-    except RuntimeError as error:
-        # For memory of the CPU PyTorch has no error of its own.
-        raise CheckpointError(f"no memory to exchange pieces with other ranks: {error}") from error
-    return _RoundBuffers(sent, sent_nbytes, received, received_nbytes)
+        exchange.prepare()
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+        # All ranks plan anew then, and agree on why the exchange fails, if it does again.
+        return None
+    return exchange
 
 
 def _by_key(tensors: Sequence[LiveTensor]) -> dict[str, list[LiveTensor]]:

@@ -1,12 +1,14 @@
 """Copies live tensors into memory that is shared with another process, and kept for the next copy.
 
-The copy is one call, which does not hold the GIL; from a GPU it is one into page-locked memory. The
-first copy pays for the memory: its pages are made before they are written.
+The copy is one call of a thread, which does not hold the GIL: meanwhile the ranks can agree. From a
+GPU it is one into page-locked memory. The first copy pays for the memory: its pages are made before
+they are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -21,7 +23,10 @@ _NUMBER = 0
 
 
 class SharedBuffer:
-    """One buffer, mapped here and by whoever gets its descriptor. `close` frees it."""
+    """One buffer, mapped here and by whoever gets its descriptor. `close` frees it.
+
+    Owns the thread that copies. Whoever closes or replaces the buffer waits for it.
+    """
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -29,6 +34,8 @@ class SharedBuffer:
         self._arena: Arena | None = None
         self._entries: tuple[Entry, ...] = ()
         self._views: list[torch.Tensor] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._copying: Future[None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,28 +90,54 @@ class SharedBuffer:
         self._device, self._copies, self._arena = device, copies, arena
         return True
 
-    def copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> None:
-        """Copy tensors to their places; return when that is done.
+    def begin_copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> Future[None]:
+        """Begin to copy tensors to their places, once all queued before on their device is done.
 
-        Raises:
-            RuntimeError: the device has failed.
+        Returns:
+            What is done when the copy is; its exception is a RuntimeError if the device has failed.
         """
         assert self._arena is not None, "memory is reserved before"
+        self._await_copy()
         if entries is not self._entries:
             self._views = views_over(self._arena, entries, signature_of(tensors))
             self._entries = entries
-        with torch.no_grad():
-            self._copies.copy(self._views, [tensor.data for tensor in tensors], self._copies.mark())
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-copy")
+        self._copying = self._thread.submit(
+            _copy, self._copies, self._views, [t.data for t in tensors], self._copies.mark()
+        )
+        return self._copying
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Copy bytes to this offset."""
+        """Copy bytes to this offset, where nothing else is copied."""
         assert self._arena is not None, "memory is reserved before"
         self._arena.buffer[offset : offset + data.nbytes] = data
 
     def close(self) -> None:
-        """Free the memory, once the other process has let go of it too."""
+        """Free the memory, once the other process has let go of it too, and end the thread."""
+        self._await_copy()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         self._entries, self._views = (), []
         self._copies.close()
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
+
+    def _await_copy(self) -> None:
+        """Wait until nothing is written to the memory; whether that went well is the caller's."""
+        if self._copying is not None:
+            wait([self._copying])
+            self._copying = None
+
+
+def _copy(
+    copies: StateCopies,
+    views: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    mark: object,
+) -> None:
+    copies.bind()
+    with torch.no_grad():
+        copies.copy(views, sources, mark)

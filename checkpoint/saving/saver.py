@@ -6,7 +6,8 @@ fatal: its handle has the error, and the next save tells it on all ranks alike. 
 commit together, and why without collectives: `keepstep.checkpoint.saving.commit_round`.)
 
 While no rank's layout changes, the plan of the last save is followed again, and ranks exchange some
-hundred bytes each.
+hundred bytes each. Each copies meanwhile what it would write by that plan: if the plan turns out to
+be out of date, the copy was in vain.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -23,16 +25,17 @@ import torch
 from keepstep.checkpoint.agreement import on_all_ranks
 from keepstep.checkpoint.collective import default_store, rank, world_size
 from keepstep.checkpoint.collective_plan import (
+    PieceExchange,
     PlanCache,
     SharedPlan,
     agree_on_save,
-    gather_chunks,
+    signature_of,
 )
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
-from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
 from keepstep.checkpoint.saving.background import BackgroundSaver, BufferFile, Copied, SaveTask
 from keepstep.checkpoint.saving.commit_round import as_told_by
@@ -44,6 +47,23 @@ from keepstep.checkpoint.state_mapping import StateMapping, capture
 from keepstep.checkpoint.stored.chunking import Compression
 
 log = logging.getLogger("keepstep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Capture:
+    """This rank's state as it was found for a save.
+
+    Attributes:
+        watched: the tensors whose writes are counted.
+        versions: their version counters then.
+        plan: by which a copy has begun already; None if none has.
+        copied: the end of that copy.
+    """
+
+    watched: WatchedTensors
+    versions: list[int]
+    plan: SavePlan | None = None
+    copied: Future[None] | None = None
 
 
 class Saver:
@@ -101,14 +121,23 @@ class Saver:
         # The process starts while the first copy's memory is prepared.
         self._background.start()
         failure = self.finish()
+        captured: _Capture | None = None
+
+        def capture_and_copy() -> LiveState:
+            nonlocal captured
+            live = capture(state, descriptions, config)
+            captured = self._captured(live.tensors, compression)
+            return live
+
         agreed = agree_on_save(
-            lambda: capture(state, descriptions, config),
+            capture_and_copy,
             failure,
             self._plans,
             compression,
             step=step,
             generation=generation,
         )
+        assert captured is not None, "all ranks have captured their states"
         self._last = None
         previous_error = told_failure(agreed.failures)
         tensors = agreed.live.tensors
@@ -118,15 +147,12 @@ class Saver:
         if plan is None or plan.shared is not agreed.plan:
             self._plan = None
             plan = self._plan = self._planned(tensors, agreed.plan)
-        watched = WatchedTensors.of(tensors)
-        versions = watched.versions()
         documents = json.dumps(dict(agreed.documents)).encode()
         outcome: Future[CheckpointError | None] = Future()
         copied: Future[Copied] = Future()
-        keys = [tensor.key for tensor in watched.tensors]
-        self._last = SaveHandle(
-            url, step, generation, dict(zip(keys, versions, strict=True)), previous_error, outcome
-        )
+        keys = [tensor.key for tensor in captured.watched.tensors]
+        versions = dict(zip(keys, captured.versions, strict=True))
+        self._last = SaveHandle(url, step, generation, versions, previous_error, outcome)
         # Other ranks may have copied long before this one, and wait for its signs of life.
         self._background.submit(
             SaveTask(
@@ -149,7 +175,7 @@ class Saver:
         )
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
         try:
-            copy_error = self._copy(plan, tensors, watched, versions, step)
+            copy_error = self._copy(plan, agreed.exchange, tensors, captured, step)
         finally:
             copied.set_result(Copied(self._buffer_file, copy_error))
         return self._last
@@ -195,39 +221,58 @@ class Saver:
             self._plans.keep(None)
             raise
 
+    def _captured(self, tensors: Sequence[LiveTensor], compression: Compression | None) -> _Capture:
+        """Note the tensors' versions, and begin to copy them if the last plan fits them."""
+        watched = WatchedTensors.of(tensors)
+        versions = watched.versions()
+        plan = self._plan
+        if plan is None or plan.shared.signature != signature_of(tensors, compression):
+            return _Capture(watched=watched, versions=versions)
+        copied = [tensors[i] for i in plan.copied]
+        if not self._buffer.fits(plan.nbytes, _device_of(copied)):
+            return _Capture(watched=watched, versions=versions)
+        done = self._buffer.begin_copy(copied, plan.entries)
+        return _Capture(watched=watched, versions=versions, plan=plan, copied=done)
+
     def _copy(
         self,
         plan: SavePlan,
+        exchange: PieceExchange,
         tensors: Sequence[LiveTensor],
-        watched: WatchedTensors,
-        versions: Sequence[int],
+        captured: _Capture,
         step: int,
     ) -> CheckpointError | None:
         """Copy what this rank writes into the shared buffer; return why the copy is not good."""
-        copied = [tensors[i] for i in plan.copied]
         try:
-            collected = gather_chunks(plan.shared, tensors)
+            collected = exchange.run()
         except CheckpointError as error:
             return error
         except (MemoryError, torch.OutOfMemoryError) as error:
             return CheckpointError(f"step {step}: no memory to exchange pieces with ranks: {error}")
         try:
-            device = _device_of(copied)
-            if self._buffer.nbytes and not self._buffer.fits(plan.nbytes, device):
-                # The process holds the memory of the old one, and there may not be enough for both.
-                self._buffer.close()
-                self._background.end_process()
-            if self._buffer.reserve(plan.nbytes, device, available_nbytes):
-                self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)
-            self._buffer.copy(copied, plan.entries)
+            done = captured.copied
+            if done is None or captured.plan is not plan:
+                done = self._begin_copy(plan, [tensors[i] for i in plan.copied])
             for place, data in collected.items():
                 self._buffer.put(plan.pieces[place], data.reshape(-1).data)
-            watched.check_unchanged(versions, step)
+            done.result()
+            captured.watched.check_unchanged(captured.versions, step)
         except CheckpointError as error:
             return error
         except (RuntimeError, OSError, MemoryError) as error:
             return CheckpointError(f"step {step}: this rank's tensors were not copied: {error}")
         return None
+
+    def _begin_copy(self, plan: SavePlan, tensors: Sequence[LiveTensor]) -> Future[None]:
+        """Begin to copy tensors, once there is a buffer for them."""
+        device = _device_of(tensors)
+        if self._buffer.nbytes and not self._buffer.fits(plan.nbytes, device):
+            # The process holds the memory of the old one, and there may not be enough for both.
+            self._buffer.close()
+            self._background.end_process()
+        if self._buffer.reserve(plan.nbytes, device, available_nbytes):
+            self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)
+        return self._buffer.begin_copy(tensors, plan.entries)
 
 
 def told_failure(failures: Sequence[Json]) -> RankFailed | None:

@@ -17,7 +17,7 @@ the bytes that all ranks read from files per byte of tensors, each tensor counte
 The part `async` saves in the background, six times in one process group: `first_blocked_s` is for
 how long the first save blocks the slowest rank, `blocked_s` the median of the others, and
 `memcpy_s` how long the ranks take to copy the same bytes into memory that they have written before,
-just before each save. `cpu_ratio` is the same ratio in processor time of the training's thread,
+just before each save. `cpu_ratio` is the same ratio in processor time of the training's process,
 which other load does not change. DCP's forms write in a thread or a process, from memory of its
 own, shared or page-locked. keepstep's process writes at the lowest priority.
 

@@ -189,15 +189,15 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
     blocked, copied, cpu_ratios = [], [], []
     for number in range(BACKGROUND_SAVES):
         dist.barrier()
-        began, cpu_0 = time.monotonic(), time.thread_time()
+        began, cpu_0 = time.monotonic(), time.process_time()
         for name, tensor in tensors.items():
             warm[name].copy_(local(tensor))
-        cpu_1 = time.thread_time()
+        cpu_1 = time.process_time()
         copied.append(greatest(time.monotonic() - began))
         dist.barrier()
-        began, cpu_2 = time.monotonic(), time.thread_time()
+        began, cpu_2 = time.monotonic(), time.process_time()
         wait = start(tensors, f"{work.directory}/{number}")
-        cpu_3 = time.thread_time()
+        cpu_3 = time.process_time()
         blocked.append(greatest(time.monotonic() - began))
         cpu_ratios.append(greatest((cpu_3 - cpu_2) / (cpu_1 - cpu_0)))
         wait()

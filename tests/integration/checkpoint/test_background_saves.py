@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 from keepstep import checkpoint
+from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save
 from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
@@ -31,6 +33,7 @@ from keepstep.checkpoint.errors import (
     StateChanged,
 )
 from keepstep.checkpoint.layout.content_digest import DIGEST
+from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.save_plan import plan_save
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -226,6 +229,43 @@ def test_the_plan_is_made_again_only_when_the_layout_changes(
     more = {"more": torch.zeros(1000, 1000)}
     checkpoint.load(str(tmp_path), more, step=3, strict=False)
     assert bool((more["more"] == 3.0).all())
+
+
+@pytest.mark.parametrize("is_last_plan_followed", [True, False])
+def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
+    tmp_path: Path,
+    saver: checkpoint.Saver,
+    monkeypatch: pytest.MonkeyPatch,
+    is_last_plan_followed: bool,
+) -> None:
+    values = state(1.0)
+    saver.save(str(tmp_path), values, step=1).wait(patient(LIMIT_S))
+    ended: list[Future[None]] = []
+    begin_copy = SharedBuffer.begin_copy
+
+    def begin_and_note(*arguments: Any) -> Future[None]:
+        ended.append(begin_copy(*arguments))
+        return ended[-1]
+
+    def agree(capture: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+        def capture_and_change() -> Any:
+            live = capture()
+            ended[0].result(patient(LIMIT_S))
+            for tensor in values.values():
+                # Not noticed, so that what is stored tells when it was copied.
+                tensor.data.fill_(3.0)
+            return live
+
+        return agree_on_save(capture_and_change, *arguments, **options)
+
+    monkeypatch.setattr(SharedBuffer, "begin_copy", begin_and_note)
+    monkeypatch.setattr(saver_module, "agree_on_save", agree)
+    if not is_last_plan_followed:
+        monkeypatch.setattr(PlanCache, "plan_for", lambda *_: None)
+    for tensor in values.values():
+        tensor.fill_(2.0)
+    saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
+    assert_equal(loaded(tmp_path, 2), state(2.0 if is_last_plan_followed else 3.0))
 
 
 def mapped_nbytes(pid: int | None) -> int:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
 from keepstep.checkpoint import collective_plan
 from keepstep.checkpoint.collective_plan import (
+    PieceExchange,
     PlanCache,
     SharedPlan,
     agree_on_save,
-    gather_chunks,
     signature_of,
 )
 from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch, RankFailed
@@ -67,7 +68,7 @@ def test_a_plan_that_failed_is_not_followed_later() -> None:
     name = "a/../b"
     with pytest.raises(Exception, match="cannot be part of a name"):
         agree_on_save(lambda: state(**{name: (3,)}), None, cache)
-    assert cache.name_for(signature_of(state(a=(4, 3)).tensors)) is None
+    assert cache.plan_for(signature_of(state(a=(4, 3)).tensors)) is None
 
 
 def test_a_process_that_becomes_another_rank_does_not_follow_its_plan(
@@ -119,7 +120,7 @@ def test_ranks_that_save_different_steps_all_raise_before_anything_is_planned(
 def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [{"values": value} for value in (1, 2, 1)]
     cache = PlanCache()
-    agree_on_save(lambda: state(a=(3,)), None, cache)
+    plan = agree_on_save(lambda: state(a=(3,)), None, cache).plan
 
     def gather(prepare: Callable[[], Any], tell: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
         prepared = prepare()
@@ -129,7 +130,7 @@ def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.Monk
         return prepared, gathered
 
     monkeypatch.setattr(collective_plan, "on_all_ranks_gathering", gather)
-    monkeypatch.setattr(collective_plan, "signature_of", lambda *_: cache.take().signature)
+    monkeypatch.setattr(collective_plan, "signature_of", lambda *_: plan.signature)
     sent = []
     for rank, documents in enumerate(held):
         monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
@@ -146,8 +147,7 @@ def shard(rank: int) -> LiveState:
 
 
 def plan_and_gather(rank: int) -> Any:
-    agreed = agree_on_save(lambda: shard(rank), None, PlanCache())
-    return gather_chunks(agreed.plan, agreed.live.tensors)
+    return agree_on_save(lambda: shard(rank), None, PlanCache()).exchange.run()
 
 
 def test_one_rank_collects_the_chunk_that_all_hold_a_part_of(
@@ -200,3 +200,56 @@ def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
     assert [type(result) for result in results] == [
         MemoryError if rank == failing_rank else error for rank, error in enumerate(expected)
     ]
+
+
+def test_pieces_are_exchanged_without_another_agreement_while_the_plan_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    caches = [PlanCache() for _ in range(3)]
+
+    def agree(rank: int) -> Any:
+        return agree_on_save(lambda: shard(rank), None, caches[rank])
+
+    first = ranks.run(agree)
+    again = ranks.run(agree)
+    monkeypatch.setattr(collective_plan, "on_all_ranks", None)
+    collected = [
+        item
+        for result in ranks.run(lambda rank: again[rank].exchange.run())
+        for item in result.items()
+    ]
+    assert [agreed.plan for agreed in again] == [agreed.plan for agreed in first]
+    ((_, data),) = collected
+    assert data.reshape(-1).view(np.float32).reshape(12, 8)[::4, 0].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_all_ranks_plan_anew_when_one_lacks_memory_for_the_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    caches = [PlanCache() for _ in range(3)]
+
+    def agree(rank: int) -> Any:
+        return agree_on_save(lambda: shard(rank), None, caches[rank])
+
+    first = ranks.run(agree)
+    prepare = PieceExchange.prepare
+
+    def refuse(exchange: PieceExchange) -> None:
+        if collective_plan.rank() == 1:
+            raise MemoryError
+        prepare(exchange)
+
+    monkeypatch.setattr(PieceExchange, "prepare", refuse)
+    again = ranks.run(agree)
+    assert len({agreed.plan.name for agreed in again}) == 1
+    assert again[0].plan is not first[0].plan
+    collected = [
+        item
+        for result in ranks.run(lambda rank: again[rank].exchange.run())
+        for item in result.items()
+    ]
+    assert len(collected) == 1

@@ -63,7 +63,6 @@ def test_rank_0_alone_says_where_a_state_comes_from(monkeypatch: pytest.MonkeyPa
     for rank in (0, 1):
         monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(collective_plan, "_plan", lambda *_: None)
-        monkeypatch.setattr(PlanCache, "take", lambda _: None)
         agreed = agree_on_save(lambda: LiveState((), {"values": {}}), None, PlanCache())
         names.append(set(agreed.documents))
     assert names == [{"values", "provenance"}, {"values"}]
