@@ -2,7 +2,7 @@
 
 Every open page asks for the same data once a second, and answering takes time of the thread that
 diagnoses. So an answer serves all who ask while it is fresh, and those who ask while it is computed
-wait for it.
+wait for it, however long that takes: no question is ever computed twice at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MOST_ANSWERS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One answer, perhaps still being computed."""
+    """One answer, and when it was computed."""
 
-    asked_at_s: float
-    task: asyncio.Task[str]
+    text: str
+    computed_at_s: float
 
 
 class SharedAnswers:
@@ -32,7 +32,7 @@ class SharedAnswers:
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._answers: dict[str, _Answer] = {}
+        self._answers: dict[str, asyncio.Task[_Answer]] = {}
         self._now_s = now_s
 
     async def get(
@@ -44,25 +44,24 @@ class SharedAnswers:
 
         Args:
             question: identifies it.
-            fresh_s: seconds for which an answer serves others too.
+            fresh_s: seconds for which an answer, once computed, serves others too.
             compute: returns the answer.
         """
-        now_s = self._now_s()
-        answer = self._answers.get(question)
-        if answer is None or now_s - answer.asked_at_s >= fresh_s or _has_failed(answer.task):
-            answer = _Answer(now_s, asyncio.ensure_future(_run(compute)))
+        task = self._answers.get(question)
+        if task is None or (task.done() and not self._is_fresh(task, fresh_s)):
+            task = asyncio.ensure_future(self._run(compute))
             # At the end of the dictionary, which is in the order of asking.
             self._answers.pop(question, None)
-            self._answers[question] = answer
+            self._answers[question] = task
             while len(self._answers) > _MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
         # One who asked may go away; the others still want the answer.
-        return await asyncio.shield(answer.task)
+        return (await asyncio.shield(task)).text
 
+    async def _run(self, compute: Callable[[], Awaitable[str]]) -> _Answer:
+        text = await compute()
+        return _Answer(text, self._now_s())
 
-async def _run(compute: Callable[[], Awaitable[str]]) -> str:
-    return await compute()
-
-
-def _has_failed(task: asyncio.Task[str]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+    def _is_fresh(self, task: asyncio.Task[_Answer], fresh_s: float) -> bool:
+        has_failed = task.cancelled() or task.exception() is not None
+        return not has_failed and self._now_s() - task.result().computed_at_s < fresh_s

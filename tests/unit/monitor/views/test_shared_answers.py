@@ -42,6 +42,29 @@ def test_pages_that_ask_at_once_or_soon_after_share_an_answer() -> None:
     asyncio.run(check())
 
 
+def test_answer_that_takes_longer_than_it_stays_fresh_is_computed_once() -> None:
+    """Each second began it anew, and the thread that diagnoses had ever more of it to do."""
+
+    async def check() -> None:
+        now_s = [0.0]
+        answers, computing = SharedAnswers(lambda: now_s[0]), Computing()
+        first = asyncio.ensure_future(answers.get("heat", 1.0, computing.of("heat")))
+        await asyncio.sleep(0)
+        now_s[0] = 5.0
+        later = asyncio.ensure_future(answers.get("heat", 1.0, computing.of("heat")))
+        await asyncio.sleep(0)
+        computing.released.set()
+        assert await asyncio.gather(first, later) == ["heat 1"] * 2
+        assert computing.calls == 1
+        # It is fresh from when it was computed.
+        now_s[0] = 5.9
+        assert await answers.get("heat", 1.0, computing.of("heat")) == "heat 1"
+        now_s[0] = 6.0
+        assert await answers.get("heat", 1.0, computing.of("heat")) == "heat 2"
+
+    asyncio.run(check())
+
+
 def test_page_that_is_closed_does_not_take_the_answer_from_others() -> None:
     async def check() -> None:
         answers, computing = SharedAnswers(lambda: 0.0), Computing()
