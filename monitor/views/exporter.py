@@ -97,12 +97,12 @@ class _Collector(Collector):
             labels=labels,
         )
         for history in self._watch.rank_views.ranks():
-            state, records = history.state, history.records
+            state = history.state
             if state.node != self._watch.node:
                 continue
             names = [self._job, state.node, str(state.rank)]
             up.add_metric(names, float(state.is_alive))
-            step.add_metric(names, int(records["step"].max()) if len(records) else 0)
+            step.add_metric(names, history.highest_step)
             # A finished rank makes no progress, which is no problem.
             if state.ending != Ending.FINISHED:
                 silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))

@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from keepstep.monitor.telemetry.record_history import RankHistory
 from keepstep.monitor.views import pages
+from keepstep.monitor.views.exporter import exposition
 from keepstep.monitor.views.pages import (
     delay_matrices,
     operations_for_matrices,
@@ -53,3 +55,12 @@ def test_operations_for_matrices_are_bounded_in_number(
     operations = operations_for_matrices(watch)
     assert 0 < len(operations) <= 3
     assert sum(len(rank.records) for rank in operations.values()) <= 30
+
+
+def test_metrics_tell_the_step_of_each_rank_without_sorting_its_records(watch: Watch) -> None:
+    """On a root the sorted records of every rank took more memory than all else."""
+    families = text_string_to_metric_families(exposition(watch, "job", None).decode())
+    (steps,) = [family for family in families if family.name == "keepstep_rank_step"]
+    assert {int(sample.labels["rank"]): int(sample.value) for sample in steps.samples} == {
+        rank["rank"]: rank["step"] for rank in overview(watch, "job", None, tuple)["ranks"]
+    }
