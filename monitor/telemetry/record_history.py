@@ -80,7 +80,11 @@ def is_stale(state: RankState, newest: RankState | None) -> bool:
 
 def newest_of(states: Iterable[RankState]) -> RankState | None:
     """Return the rank whose ring was created last, among the living ranks if there are any."""
-    return max(states, key=lambda state: (state.is_alive, state.created_at_s), default=None)
+    return max(states, key=_recency, default=None)
+
+
+def _recency(state: RankState) -> tuple[bool, float]:
+    return state.is_alive, state.created_at_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +283,9 @@ class RecordHistory:
         self.number = _FIRST
         self.ranks: dict[int, RankHistory] = {}
         self.communicators: dict[int, Communicator] = {}
+        self.newest: RankState | None = None
+        """What `newest_of` returns for all ranks; kept, because a root asks for it with every
+        summary, and looking at every rank would cost the square of their number."""
         self._capacity = capacity
         self._read_number: dict[int, int] = {}
         self._communicators_at: dict[int, int] = {}
@@ -313,6 +320,7 @@ class RecordHistory:
         )
         rank.state = replace(state, progress_at_s=progress_at_s)
         self._read_number[state.rank] = self.number
+        self._update_newest(rank.state)
         return changed
 
     def learn(self, communicators: Iterable[Communicator]) -> None:
@@ -334,6 +342,8 @@ class RecordHistory:
         for rank in set(self.ranks) - kept:
             del self.ranks[rank]
             del self._read_number[rank]
+        if self.newest is not None and self.newest.rank not in kept:
+            self._find_newest()
         for identity in [
             key for key, group in self.communicators.items() if kept.isdisjoint(group.ranks)
         ]:
@@ -368,6 +378,17 @@ class RecordHistory:
             },
             dict(self.communicators),
         )
+
+    def _update_newest(self, state: RankState) -> None:
+        newest = self.newest
+        if newest is None or _recency(state) >= _recency(newest):
+            self.newest = state
+        elif state.rank == newest.rank:
+            # It has died, or its ring seems older than before: another may be the newest now.
+            self._find_newest()
+
+    def _find_newest(self) -> None:
+        self.newest = newest_of(rank.state for rank in self.ranks.values())
 
 
 def _is_same_writer(one: RankState, other: RankState) -> bool:

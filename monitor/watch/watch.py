@@ -9,9 +9,8 @@ no socket and starts no task.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -314,9 +313,10 @@ class Watch:
             created_at_s=time.time() - self._now_s() + reading.created_s,
         )
 
-    def _newest(self, states: Iterable[RankState]) -> RankState | None:
-        known = (rank.state for rank in self._history.ranks.values())
-        return newest_of(chain(known, states))
+    def _newest(self, states: Sequence[RankState]) -> RankState | None:
+        """Return the newest of all known ranks and of the given ones."""
+        known = self._history.newest
+        return newest_of(states if known is None else (known, *states))
 
     def _digest_local(self) -> Digest:
         ranks = [self._history.ranks[rank] for rank in self._local]
@@ -362,7 +362,7 @@ class Watch:
         ranks, nodes = self.child_registry.active_since(self._now_s() - self._limits.forget_s)
         ranks.update(self._local)
         nodes.add(self.node)
-        newest = self._newest(())
+        newest = self._history.newest
         dropped = {
             rank
             for rank, history in self._history.ranks.items()

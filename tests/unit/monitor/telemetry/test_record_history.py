@@ -11,7 +11,12 @@ from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.node.node_series import metrics_to_json
 from keepstep.monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
-from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, sample_operations
+from keepstep.monitor.telemetry.record_history import (
+    RankState,
+    RecordHistory,
+    newest_of,
+    sample_operations,
+)
 from keepstep.monitor.tree.digest_relay import Outbox
 from keepstep.monitor.tree.summary import NodeFacts, decode, encode, summarize
 
@@ -276,3 +281,30 @@ def test_copied_records_do_not_change_with_the_history() -> None:
     for copy in copies:
         assert len(copy)
         assert (copy["ended_s"] == 0).all()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 5), st.sets(st.integers(0, 3))),
+        max_size=20,
+    )
+)
+def test_newest_rank_is_known_however_ranks_live_and_are_dropped(
+    readings: list[tuple[int, bool, int, set[int]]],
+) -> None:
+    history = RecordHistory(10)
+    for rank, is_alive, created_at_s, dropped in readings:
+        history.begin()
+        state = replace(STATE, rank=rank, is_alive=is_alive, created_at_s=float(created_at_s))
+        history.merge(state, operations(0))
+        history.keep_only(history.ranks.keys() - dropped)
+        states = [known.state for known in history.ranks.values()]
+        found = newest_of(states)
+        if found is None or history.newest is None:
+            assert found is history.newest
+            continue
+        assert history.newest in states
+        assert (history.newest.is_alive, history.newest.created_at_s) == (
+            found.is_alive,
+            found.created_at_s,
+        )

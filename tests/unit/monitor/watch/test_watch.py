@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keepstep.monitor.diagnosis.tables import Digest
+from keepstep.monitor.records import RECORD, Ending
+from keepstep.monitor.telemetry import record_history
+from keepstep.monitor.telemetry.record_history import RankState
+from keepstep.monitor.tree.summary import Summary
+from keepstep.monitor.watch import watch as watch_module
 from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import FixedDiagnosis, Probe
 from tests.integration.monitor.sample import Plan, SampleReader
@@ -133,3 +139,48 @@ def test_rank_that_has_moved_is_not_taken_from_a_summary_without_states() -> Non
     rows = [int(row["rank"]) for one in digested(root, diagnosis) for row in one.ranks]
     assert 0 not in rows
     assert root.locate_rank(0) == (None, "new")
+
+
+def test_summary_costs_a_root_no_more_the_more_ranks_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each summary looked at every known rank: the square of their number in every round."""
+    visited = 0
+    newest_of = record_history.newest_of
+
+    def count(states: Iterable[RankState]) -> RankState | None:
+        def counted() -> Iterator[RankState]:
+            nonlocal visited
+            for state in states:
+                visited += 1
+                yield state
+
+        return newest_of(counted())
+
+    for module in (record_history, watch_module):
+        monkeypatch.setattr(module, "newest_of", count)
+
+    def visited_by_a_round(nodes: int) -> int:
+        nonlocal visited
+        root, _ = root_of(Clock())
+        for read_at_s in (1.0, 2.0):
+            visited = 0
+            for rank in range(nodes):
+                root.receive(f"node-{rank}", summary_of_rank(rank, read_at_s))
+        return visited
+
+    # The state in each summary, the newest known one, and at most once those of all ranks.
+    assert 0 < visited_by_a_round(8) <= 3 * 8
+    assert 0 < visited_by_a_round(64) <= 3 * 64
+
+
+def summary_of_rank(rank: int, read_at_s: float) -> Summary:
+    """Return what a daemon reports that runs one rank; rings were created in the order of ranks."""
+    state = RankState(
+        rank=rank, node=f"node-{rank}", pid=1, incarnation="i", is_alive=True, ending=Ending.NONE,
+        read_at_s=read_at_s, progress_at_s=0.0, created_at_s=float(rank),
+    )  # fmt: skip
+    return Summary(
+        incarnation="i", number=int(read_at_s), present=(rank,),
+        ranks=((state, np.empty(0, RECORD)),), communicators=(), nodes=(),
+    )  # fmt: skip
