@@ -55,10 +55,11 @@ class MonitorClient:
             body: of the request.
 
         Raises:
-            MonitorUnreachable: no monitor of this job answers, or it refuses.
+            MonitorUnreachable: no monitor of this job answers, or it refuses; or the address is no
+                URL.
             ProtocolViolation: the answer is longer than the limit.
         """
-        where = urlsplit(address).netloc
+        where = _place(address)
         try:
             # Twice: the first answer may only bring a new challenge.
             for _ in range(2):
@@ -126,6 +127,21 @@ class MonitorClient:
                     f"this job, or an older one"
                 )
             return answer
+
+
+def _place(address: str) -> str:
+    """Return the host and the port that are asked.
+
+    Raises:
+        MonitorUnreachable: the address names none.
+    """
+    try:
+        place = urlsplit(address).netloc
+    except ValueError as error:
+        raise MonitorUnreachable(f"{address} is no URL: {error}; write http://HOST:PORT") from error
+    if not place:
+        raise MonitorUnreachable(f"{address} names no host; write http://HOST:PORT")
+    return place
 
 
 def _reason(error: OSError) -> str:
