@@ -125,8 +125,10 @@ class VerdictPublisher(Protocol):
     the monitor: a job ends, and its coordinator with it.
     """
 
-    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Publish all verdicts that hold now; called whenever they differ from the last.
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> bool:
+        """Publish all verdicts that hold now; called until they are those published last.
+
+        Returns whether they are published; if not, they are passed again in the next round.
 
         Args:
             verdicts: all of them; nodes are named as in the job status, if there is one.

@@ -85,11 +85,15 @@ class MonitorRuntime:
                     return None  # The job ended during the call.
                 raise
 
-    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Publish verdicts at the coordinator that `job_status` last read. Raises as it does."""
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> bool:
+        """Publish verdicts at the coordinator that `job_status` last read; True if it has them.
+
+        Raises as `job_status` does.
+        """
         with _translate_errors():
-            if self._connection is not None:
-                self._connection.verdicts.publish(verdicts, generation, now_s)
+            return self._connection is not None and self._connection.verdicts.publish(
+                verdicts, generation, now_s
+            )
 
     def enforce(self, action: EnforcementAction, generation: int) -> bool:
         """Request an action from the job that `job_status` last read; True if it was accepted.

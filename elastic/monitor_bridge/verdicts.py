@@ -142,18 +142,24 @@ class CoordinatorVerdicts:
         self._store = BlockingStore(address)
         self._last: PublishedVerdicts | None = None
 
-    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Publish the verdicts that hold, if they changed and their generation is current."""
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> bool:
+        """Publish the verdicts that hold, if they changed and their generation is current.
+
+        Returns whether nothing of them remains to be published; new evidence of unchanged verdicts
+        may have to wait for the interval.
+        """
         current = published_verdicts(verdicts, generation, now_s, time.time())
         if not needs_publishing(self._last, current):
-            return
+            return not current.verdicts
         view = self._view()
         if view.generation_number != generation:
-            return
+            return False
         key = self._keys.single("verdicts")
         operation = Put(key, current.encode()) if current.verdicts else Delete(key)
-        if self._store.commit((self._is_current(view),), (operation,)).succeeded:
-            self._last = current
+        if not self._store.commit((self._is_current(view),), (operation,)).succeeded:
+            return False
+        self._last = current
+        return True
 
     def enforce(self, action: EnforcementAction, generation: int) -> bool:
         """Request an action from the agents; return whether the request was written.

@@ -182,12 +182,7 @@ class RuntimeLink:
         publication = (generation if verdicts else 0, verdicts)
         if publisher is None or publication == self._published:
             return
-
-        def publish() -> bool:
-            publisher.publish(verdicts, generation, now_s)
-            return True
-
-        if await self._call("publisher", publish):
+        if await self._call("publisher", lambda: publisher.publish(verdicts, generation, now_s)):
             self._published = publication
 
     async def _enforce(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -276,8 +277,9 @@ def test_job_that_cannot_be_recorded_runs_and_logs_one_warning(
 
 
 def test_verdicts_and_actions_of_an_ended_generation_are_not_written(
-    etcd_server: EmbeddedEtcd,
+    etcd_server: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("keepstep.elastic.monitor_bridge.verdicts._REPUBLISH_S", math.inf)
     address = parse_address(etcd_server.url)
     keys, store = Keys("job"), BlockingStore(address)
     verdicts = CoordinatorVerdicts(address, "job")
@@ -301,17 +303,19 @@ def test_verdicts_and_actions_of_an_ended_generation_are_not_written(
 
     opening = Open(Generation(2, members, "h", 5, "start"))
     store.commit((), leader_operations(keys, view(), opening, 0.0))
-    verdicts.publish([hang], 1, 10.0)
+    assert not verdicts.publish([hang], 1, 10.0)
     assert view().verdicts is None
     assert not verdicts.enforce(restart, 1)
-    verdicts.publish([hang], 2, 10.0)
+    assert verdicts.publish([hang], 2, 10.0)
+    # Evidence alone is written again at an interval: until then the caller has to try again.
+    assert not verdicts.publish([replace(hang, evidence=("it stands still",))], 2, 10.1)
     assert [verdict.subject for verdict in view().current_verdicts] == ["rank 1 on a"]
     assert verdicts.enforce(restart, 2)
     assert [request.rank for request in view().restarts_on("a")] == [1]
     # Once the generation closes, the runtime handles its dead ranks.
     put("closing", Closing(2, "rank 1 on a is restarted", True, 0.0))
     assert not verdicts.enforce(restart, 2)
-    verdicts.publish([], 2, 11.0)
+    assert verdicts.publish([], 2, 11.0)
     assert view().verdicts is None
     verdicts.close()
     store.close()

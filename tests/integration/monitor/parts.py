@@ -70,8 +70,9 @@ class Publisher:
         self.published: list[tuple[Verdict, ...]] = []
         self.closed = False
 
-    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> bool:
         self.published.append(tuple(verdicts))
+        return True
 
     def close(self) -> None:
         self.closed = True

@@ -153,3 +153,35 @@ def test_action_that_the_job_never_takes_is_told_to_people_once_and_still_tried(
         assert recorded[1:] == [(ActionKind.RESTART_WORKER, "requested")]
     finally:
         blocking.shutdown()
+
+
+def test_verdicts_that_the_runtime_did_not_take_are_passed_again_though_unchanged() -> (
+    None
+):
+    """The last evidence of a verdict that then stayed the same was never shown by the job."""
+
+    class Sparing(Publisher):
+        def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> bool:
+            super().publish(verdicts, generation, now_s)
+            return now_s >= 302.0
+
+    publisher, faults = Sparing(), ComponentFaults()
+    blocking = BlockingThread(faults)
+    link = RuntimeLink(
+        "run7",
+        DaemonComponents(probe=Probe(), publisher=publisher),
+        EnforcementState(),
+        blocking,
+        lambda _action, _outcome: None,
+    )
+
+    async def handle() -> None:
+        for now_s in (300.0, 301.0, 302.0, 303.0, 304.0):
+            await link.handle(DiagnosisRound((verdict(3),), now_s, VerdictChanges(), 1, NODES))
+
+    try:
+        asyncio.run(handle())
+    finally:
+        blocking.shutdown()
+    assert faults.counts == {}
+    assert publisher.published == [(verdict(3),)] * 3
