@@ -109,6 +109,9 @@ class _RecordLane:
     They lie in buffers of twice the capacity and are moved to the front when those are full, so the
     cost of a merge is proportional to the new records. Stamps are also kept in a separate array:
     searching them in the records, 64 bytes apart, would load all records into the cache.
+
+    A ring is read back to its oldest open record, which may lie before what is kept here. What is
+    read again from before is no change, except that an open record has ended meanwhile.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -117,6 +120,8 @@ class _RecordLane:
         self._stamps = np.empty(2 * capacity, np.uint64)
         self._changed = np.empty(2 * capacity, np.int64)
         self._end = 0
+        self._open_before = np.empty(0, np.uint64)
+        """Stamps of records that were open when they ceased to be kept."""
 
     @property
     def records(self) -> np.ndarray:
@@ -136,6 +141,12 @@ class _RecordLane:
         """Merge records, in the order of their stamps; all of the lane, or some."""
         if not len(fresh):
             return ChangedRecords(fresh, np.empty(0))
+        ended = np.empty(0, RECORD)
+        if self._end - self._begin == self._capacity:
+            is_before = fresh["stamp"] < self._stamps[self._begin]
+            if is_before.any():
+                ended = self._ended_before(fresh.compress(is_before))
+                fresh = fresh.compress(~is_before)
         begin, end = self._begin, self._end
         stamps, kept = np.ascontiguousarray(fresh["stamp"]), self._stamps[begin:end]
         place = np.searchsorted(kept, stamps)
@@ -155,13 +166,31 @@ class _RecordLane:
         self._changed[at] = number
         added = fresh.compress(~known)
         if len(added):
-            is_later = begin == end or added["stamp"][0] > self._stamps[end - 1]
-            self._append(added[-self._capacity :], number)
-            if not is_later:
-                self._sort()
+            self._add(added, number)
         return ChangedRecords(
-            joined([newer, added]), np.concatenate([before, np.zeros(len(added))])
+            joined([ended, newer, added]),
+            np.concatenate([np.zeros(len(ended)), before, np.zeros(len(added))]),
         )
+
+    def _ended_before(self, records: np.ndarray) -> np.ndarray:
+        """Return those of records from before the kept ones that have ended since they were."""
+        has_ended = np.isin(records["stamp"], self._open_before) & ~is_open(records)
+        ended: np.ndarray = records.compress(has_ended)
+        self._open_before = np.setdiff1d(self._open_before, ended["stamp"])
+        return ended
+
+    def _add(self, added: np.ndarray, number: int) -> None:
+        """Add records that are not kept, and note which open ones cease to be."""
+        count = self._end - self._begin
+        is_later = not count or added["stamp"][0] > self._stamps[self._end - 1]
+        self._append(added[-self._capacity :], number)
+        if not is_later:
+            self._sort()
+        first = self._end - count - min(len(added), self._capacity)
+        parts = [added[: -self._capacity], self._records[first : self._begin]]
+        stamps = [part["stamp"][is_open(part)] for part in parts]
+        # As many as are kept: of those further back, a ring has hardly any left.
+        self._open_before = np.concatenate([self._open_before, *stamps])[-self._capacity :]
 
     def _append(self, added: np.ndarray, number: int) -> None:
         if self._end + len(added) > len(self._records):

@@ -155,9 +155,7 @@ def test_action_that_the_job_never_takes_is_told_to_people_once_and_still_tried(
         blocking.shutdown()
 
 
-def test_verdicts_that_the_runtime_did_not_take_are_passed_again_though_unchanged() -> (
-    None
-):
+def test_verdicts_that_the_runtime_did_not_take_are_passed_again_though_unchanged() -> None:
     """The last evidence of a verdict that then stayed the same was never shown by the job."""
 
     class Sparing(Publisher):

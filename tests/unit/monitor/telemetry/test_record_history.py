@@ -130,6 +130,33 @@ def test_rank_makes_progress_only_when_its_records_change() -> None:
     assert history.ranks[3].state.read_at_s == 20.0
 
 
+@pytest.mark.parametrize("is_read_at_once", [True, False])
+def test_what_is_read_again_from_before_the_kept_records_is_progress_only_if_it_has_ended(
+    is_read_at_once: bool,
+) -> None:
+    """A hung rank with an old open operation seemed to make progress with every reading."""
+    history = RecordHistory(10)
+    whole = operations(50)
+    whole["ended_s"][3] = 0.0
+    for first, last in ((0, 50),) if is_read_at_once else ((0, 8), (3, 30), (3, 50)):
+        history.begin()
+        history.merge(STATE, whole[first:last])
+    kept = history.ranks[3].records.tobytes()
+
+    def changed(fresh: np.ndarray, read_at_s: float) -> list[int]:
+        history.begin()
+        records = history.merge(replace(STATE, read_at_s=read_at_s), fresh).records
+        return list(records["number"])
+
+    assert changed(whole[3:], 20.0) == changed(whole[3:], 21.0) == []
+    assert history.ranks[3].state.progress_at_s == 10.0
+    whole["ended_s"][3] = 22.0
+    assert changed(whole[3:], 23.0) == [4]
+    assert changed(whole[3:], 24.0) == []
+    assert history.ranks[3].state.progress_at_s == 23.0
+    assert history.ranks[3].records.tobytes() == kept
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 60), st.integers(1, 30), st.booleans()), min_size=1, max_size=12
