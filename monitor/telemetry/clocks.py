@@ -10,7 +10,9 @@ tightest bounds of many operations, combined along the graph of nodes (shortest 
 difference constraints), enclose each offset in an interval. That interval is the stated error: it
 holds without assumptions on delays, except for the clocks' drift, which is allowed for. Sends and
 receives and rooted operations give bounds too, so stages of a pipeline are aligned though they
-share no collective (as NTP does, after Cristian, 1989).
+share no collective (as NTP does, after Cristian, 1989). An all-to-all gives none: where its splits
+are uneven, two ranks may have nothing for each other, and records do not tell. Bounds that exclude
+every offset are none: some record is wrong, and nobody knows which.
 
 The estimate is likely: all ranks leave an all-reduce, all-gather, all-to-all or barrier at nearly
 the same time, some a little later. The differences of two nodes' leaving times cluster around the
@@ -109,8 +111,11 @@ def estimate_clocks(
     estimates = _estimates(shared, bounds, origin)
     clocks = {}
     for name, node in index.items():
-        low, high = sorted((-float(below[node]), float(above[node])))
-        if not (np.isfinite(low) and np.isfinite(high)):
+        if node == origin:
+            clocks[name] = ClockOffset(0.0, 0.0)
+            continue
+        low, high = -float(below[node]), float(above[node])
+        if not (np.isfinite(low) and np.isfinite(high)) or low > high:
             clocks[name] = ClockOffset(0.0, float("inf"))
             continue
         estimate = float(estimates[node])
@@ -152,7 +157,8 @@ def _shared_operations(
         entered = called["enqueued_s"].copy()
         left = np.where(is_over, called["ended_s"], np.nan)
         code, peer = called["code"], called["peer"]
-        entered[np.isin(code, _FROM_ROOT) & (peer != rank) | (code == Operation.RECEIVE)] = np.nan
+        gives_no_bound = np.isin(code, (Operation.RECEIVE, Operation.ALL_TO_ALL))
+        entered[np.isin(code, _FROM_ROOT) & (peer != rank) | gives_no_bound] = np.nan
         left[np.isin(code, _TO_ROOT) & (peer != rank)] = np.nan
         # Grouped by communicator and, for messages, by direction and peer.
         is_send, is_receive = code == Operation.SEND, code == Operation.RECEIVE

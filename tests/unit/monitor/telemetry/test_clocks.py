@@ -232,6 +232,48 @@ def test_broadcast_bounds_from_one_side_only() -> None:
     assert estimate_clocks(ranks)["b"].error_s == math.inf
 
 
+def with_operation(
+    ranks: Mapping[int, RankRecords],
+    operation: Operation,
+    times_s: Mapping[int, tuple[float, float]],
+) -> dict[int, RankRecords]:
+    """Return the records with one more operation, entered and left when each rank's clock says."""
+    more = {}
+    for rank, (entered_s, left_s) in times_s.items():
+        record = ranks[rank].records[-1:].copy()
+        record["code"], record["communicator"] = operation, 99
+        record["enqueued_s"], record["started_s"], record["ended_s"] = entered_s, entered_s, left_s
+        records = np.concatenate([ranks[rank].records, record])
+        more[rank] = replace(ranks[rank], records=records)
+    return more
+
+
+def test_all_to_all_that_is_left_before_another_enters_excludes_no_offset() -> None:
+    """With uneven splits two ranks may have nothing for each other, and need not wait."""
+    ahead_s = {"a": 0.0, "b": 5.0}
+    ranks = simulate(np.random.default_rng(0), ("a", "b"), ahead_s, [Group(1, (0, 1))])
+    uneven = with_operation(
+        ranks,
+        Operation.ALL_TO_ALL,
+        {0: (START_S, START_S + 0.01), 1: (START_S + 5.11, START_S + 5.12)},
+    )
+    clocks = estimate_clocks(uneven)
+    check(clocks, ahead_s, "a", within_s=100e-6)
+    assert clocks["b"].error_s < 3e-3
+
+
+def test_bounds_that_exclude_every_offset_are_none() -> None:
+    """A node's error was stated as small where its bounds contradicted each other."""
+    ranks = simulate(np.random.default_rng(0), ("a", "b"), {"a": 0.0, "b": 5.0}, [Group(1, (0, 1))])
+    wrong = with_operation(
+        ranks,
+        Operation.ALL_REDUCE,
+        {0: (START_S, START_S + 0.01), 1: (START_S + 5.11, START_S + 5.12)},
+    )
+    clocks = estimate_clocks(wrong)
+    assert clocks == {"a": ClockOffset(0.0, 0.0), "b": ClockOffset(0.0, math.inf)}
+
+
 @pytest.mark.parametrize("flag", [Flag.FAILED, Flag.UNOBSERVED])
 def test_failed_or_unobserved_ends_give_no_bound(flag: Flag) -> None:
     ranks = simulate(np.random.default_rng(0), ("a", "b"), {"a": 0.0, "b": 5.0}, [Group(1, (0, 1))])
