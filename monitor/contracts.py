@@ -213,7 +213,6 @@ class JobStatus:
         members: nodes that are present.
         recoveries: changes of generation, oldest first.
         snapshot_step: newest step that is committed in memory; None before the first.
-        snapshot_at_s: wall clock of that commit; None if not known.
         checkpoint_step: newest step in storage.
         checkpoint_url: where that checkpoint is stored.
         parity: number of nodes of each group that may be lost without losing the state in memory.
@@ -224,7 +223,6 @@ class JobStatus:
     members: tuple[MemberStatus, ...]
     recoveries: tuple[RecoveryStatus, ...]
     snapshot_step: int | None = None
-    snapshot_at_s: float | None = None
     checkpoint_step: int | None = None
     checkpoint_url: str = ""
     parity: int = 0

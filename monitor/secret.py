@@ -1,7 +1,7 @@
-"""The job's secret, and the bearer tokens derived from it that authorize requests to a monitor.
+"""The job's secret, and the bearer token derived from it that authorizes requests to a monitor.
 
-The secret itself is never sent. Each purpose has its own token, derived from the secret, so a token
-that leaks from a scrape configuration gives access to the monitor only. Traffic is not encrypted:
+The secret itself is never sent. The token is derived from it for this one purpose, so a token that
+leaks from a scrape configuration gives access to the monitor only. Traffic is not encrypted:
 it belongs on the cluster's own network.
 """
 
@@ -25,8 +25,6 @@ from keepstep.private_files import (
     runtime_directory,
 )
 
-MONITOR = "monitor"
-DOCTOR = "doctor"
 VARIABLE = "KEEPSTEP_SECRET"
 
 
@@ -55,16 +53,16 @@ def job_secret(job: str, file: Path | None) -> bytes:
         return own_secret(path)
 
 
-def bearer_token(secret: bytes, purpose: str = MONITOR) -> str:
-    """Return the token for one purpose: HMAC-SHA256 of the purpose under the secret, in hex."""
-    return hmac.new(secret, b"keepstep bearer " + purpose.encode(), hashlib.sha256).hexdigest()
+def bearer_token(secret: bytes) -> str:
+    """Return the token: HMAC-SHA256 of a text that names its purpose under the secret, in hex."""
+    return hmac.new(secret, b"keepstep bearer monitor", hashlib.sha256).hexdigest()
 
 
-def is_authorized(header: str | None, secret: bytes, purpose: str = MONITOR) -> bool:
+def is_authorized(header: str | None, secret: bytes) -> bool:
     """Return whether an `Authorization` header carries the token. Compares in constant time."""
     scheme, _, token = (header or "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
-        token.strip().encode("utf-8", "replace"), bearer_token(secret, purpose).encode()
+        token.strip().encode("utf-8", "replace"), bearer_token(secret).encode()
     )
 
 

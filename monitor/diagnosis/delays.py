@@ -80,24 +80,6 @@ def message_delays(
     )
 
 
-def delay_matrix(history: StepSeries, ranks: Sequence[int]) -> np.ndarray:
-    """Return median delays in seconds, shape (ranks, ranks): rows senders, columns receivers.
-
-    NaN where nothing was sent. Where a link carried several size classes, the largest is returned.
-    """
-    position = {rank: index for index, rank in enumerate(ranks)}
-    matrix = np.full((len(ranks), len(ranks)), np.nan)
-    is_reported = ~np.isnan(history.values).all(axis=0)
-    senders, receivers, _ = unpack(history.keys)
-    for key_index in np.flatnonzero(is_reported):
-        sender, receiver = int(senders[key_index]), int(receivers[key_index])
-        if sender in position and receiver in position:
-            matrix[position[sender], position[receiver]] = np.exp(
-                np.nanmedian(history.values[:, key_index])
-            )
-    return matrix
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkInputs:
     """Inputs of `find_slow_links` beside the series.

@@ -142,9 +142,6 @@ class Deviations:
         excess_s: seconds over the expected value, the median over the window.
         from_peers: whether the expectation came from peers, or from the subject's own past.
         since: position in `steps` from which the deviation shows.
-        shift: ratio by which the median of all subjects has changed from their own past; NaN if not
-            known.
-        noise: standard deviation of one step's logarithm.
     """
 
     ratio: np.ndarray
@@ -153,8 +150,6 @@ class Deviations:
     excess_s: np.ndarray
     from_peers: np.ndarray
     since: np.ndarray
-    shift: float
-    noise: float
 
 
 def deviations(
@@ -178,8 +173,6 @@ def deviations(
             excess_s=empty,
             from_peers=empty > 0,
             since=empty.astype(np.int64),
-            shift=float("nan"),
-            noise=0.0,
         )
     peers, has_peers = _from_peers(history.values, groups, thresholds.peers)
     changed = history.values - history.past
@@ -191,13 +184,11 @@ def deviations(
         ]
     )
     own = changed - common[:, None]
-    known_common = common[~np.isnan(common)]
-    shift = float(np.exp(np.median(known_common))) if len(known_common) else float("nan")
     baseline_noise = history.baseline_noise()
-    hot_by_peers, noise = _find_deviating(
+    hot_by_peers = _find_deviating(
         np.where(has_peers, peers, np.nan), least_ratio, baseline_noise, thresholds
     )
-    hot_by_past, own_noise = _find_deviating(own, least_ratio, baseline_noise, thresholds)
+    hot_by_past = _find_deviating(own, least_ratio, baseline_noise, thresholds)
     from_peers = hot_by_peers | (~hot_by_past & has_peers[-1])
     residuals = np.where(from_peers, peers, own)
     ratio = _medians(residuals)
@@ -214,8 +205,6 @@ def deviations(
         excess_s=excess_s,
         from_peers=from_peers,
         since=since,
-        shift=shift,
-        noise=noise if noise else own_noise,
     )
 
 
@@ -238,18 +227,18 @@ def _from_peers(
 
 def _find_deviating(
     residuals: np.ndarray, least_ratio: float, baseline_noise: float, thresholds: SlowThresholds
-) -> tuple[np.ndarray, float]:
-    """Return which subjects deviate upwards, and the noise.
+) -> np.ndarray:
+    """Return which subjects deviate upwards.
 
     A subject deviates if it is beyond the noise and the least ratio, in enough steps of the window.
     """
     steps = len(residuals)
     if steps < thresholds.sustained:
-        return np.zeros(residuals.shape[1], bool), 0.0
+        return np.zeros(residuals.shape[1], bool)
     middles = _medians(residuals)
     is_reported = ~np.isnan(middles)
     if not is_reported.any():
-        return np.zeros(residuals.shape[1], bool), 0.0
+        return np.zeros(residuals.shape[1], bool)
     centred = (residuals - middles)[:, is_reported]
     noise = spread(centred[~np.isnan(centred)])
     # The error of a window's median is noise / sqrt(steps); subjects also differ as their hardware
@@ -264,7 +253,7 @@ def _find_deviating(
     with np.errstate(invalid="ignore"):
         often = (residuals > limit / 2).sum(axis=0) >= thresholds.sustained
         hot: np.ndarray = (middles > limit) & often
-    return hot, noise
+    return hot
 
 
 def _medians(table: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ counts, and where a scheduler's noise would be taken for a fault in very short s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,33 +239,3 @@ class Thresholds:
     stall: StallThresholds = field(default_factory=StallThresholds)
     measure: MeasureThresholds = field(default_factory=MeasureThresholds)
     node: NodeThresholds = field(default_factory=NodeThresholds)
-
-    def scaled(self, factor: float) -> Thresholds:
-        """Return the thresholds for a job in which every time is `factor` times as long.
-
-        Absolute seconds grow, ratios stay.
-        """
-        hang = replace(
-            self.hang,
-            least_s=self.hang.least_s * factor,
-            first_step_s=self.hang.first_step_s * factor,
-            checkpoint_s=self.hang.checkpoint_s * factor,
-            alert_s=self.hang.alert_s * factor,
-            busy_alert_s=self.hang.busy_alert_s * factor,
-            act_s=self.hang.act_s * factor,
-            act_between_steps_s=self.hang.act_between_steps_s * factor,
-            quiet_s=self.hang.quiet_s * factor,
-            activity_age_s=self.hang.activity_age_s * factor,
-            warmup_s=self.hang.warmup_s * factor,
-            quiet_io_rate=self.hang.quiet_io_rate / factor,
-            between_steps_s=self.hang.between_steps_s * factor,
-            dead_s=self.hang.dead_s * factor,
-            witness_s=self.hang.witness_s * factor,
-            stale_s=self.hang.stale_s * factor,
-            silent_s=self.hang.silent_s * factor,
-        )
-        slow = replace(
-            self.slow, cost_s=self.slow.cost_s * factor, least_s=self.slow.least_s * factor
-        )
-        measure = replace(self.measure, held_s=self.measure.held_s * factor)
-        return replace(self, hang=hang, slow=slow, measure=measure)

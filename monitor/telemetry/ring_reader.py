@@ -18,7 +18,6 @@ import stat
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +50,6 @@ _STATES = struct.Struct("@II")
 _U64 = struct.Struct("@Q")
 _MAX_POSITION = 1 << 62
 _MAX_RANKS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LaneRecords:
-    """The records of a lane from some position on.
-
-    Args:
-        records: complete records, oldest first.
-        next_position: where to continue reading; open records before it are still completed in
-            place.
-        missed: number of records that were overwritten, or being written, when they were read.
-    """
-
-    records: Records
-    next_position: int
-    missed: int
 
 
 class RingReader:
@@ -232,11 +215,7 @@ class LaneReader:
         return self._file.read_number(self._region.counter_offset)
 
     def last(self, count: int) -> Records:
-        """Return up to `count` of the last complete records, oldest first."""
-        return self.since(self.position - count).records
-
-    def since(self, position: int) -> LaneRecords:
-        """Return the complete records from `position` on.
+        """Return up to `count` of the last complete records, oldest first.
 
         Raises:
             RingUnreadable: the file was truncated, or its position is impossible.
@@ -244,9 +223,9 @@ class LaneReader:
         end = self.position
         if end >= _MAX_POSITION:
             raise RingUnreadable(f"{self._file.path} is damaged: {end} records were begun")
-        first = max(position, end - self._region.capacity, 0)
+        first = max(end - min(count, self._region.capacity), 0)
         if first >= end:
-            return LaneRecords(np.empty(0, RECORD), end, 0)
+            return np.empty(0, RECORD)
         expected = 2 * np.arange(first, end, dtype=np.uint64) + 2
         before = self._copy("stamp", first, end)
         order_loads()
@@ -259,8 +238,7 @@ class LaneReader:
         # A record may be completed while it is copied. What its writer sets before `ended_s` is in
         # the copy if that was set before copying began; otherwise the record is still open here.
         records["ended_s"] = ended_s
-        missed = end - max(position, 0) - int(np.count_nonzero(is_complete))
-        return LaneRecords(records.compress(is_complete & has_meaning(records)), end, missed)
+        return records.compress(is_complete & has_meaning(records))
 
     def _copy(self, field: str | None, first: int, end: int) -> Records:
         """Return a copy of the slots of positions [first, end), or of one of their fields."""

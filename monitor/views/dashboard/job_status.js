@@ -11,10 +11,7 @@ const PARTS = {
   "first step after": "#999999",
 };
 
-const snapshotAge = (status, now) =>
-  status.snapshot_at_s ? `, ${seconds(now - status.snapshot_at_s)} ago` : "";
-
-function statusPanel(status, now) {
+function statusPanel(status) {
   const { goodput } = status;
   const parts = Object.entries(goodput.parts);
   const bar = make(
@@ -40,9 +37,7 @@ function statusPanel(status, now) {
   const saved = [
     [
       "newest snapshot in memory",
-      status.snapshot_step === null
-        ? "none"
-        : `step ${status.snapshot_step}${snapshotAge(status, now)}`,
+      status.snapshot_step === null ? "none" : `step ${status.snapshot_step}`,
     ],
     [
       "newest checkpoint in storage",
@@ -150,7 +145,7 @@ export function drawJobStatus(overview) {
     );
     return;
   }
-  ifChanged("job-status", [overview.job_status, Math.round(overview.now_s)], () =>
-    place.replaceChildren(head, statusPanel(overview.job_status, overview.now_s)),
+  ifChanged("job-status", overview.job_status, () =>
+    place.replaceChildren(head, statusPanel(overview.job_status)),
   );
 }

@@ -253,7 +253,6 @@ class SampleJobStatus:
                 ),
             ),
             snapshot_step=self.step - 1,
-            snapshot_at_s=time.time() - 0.4,
             checkpoint_step=200,
             checkpoint_url="s3://bucket/run7",
             parity=1,

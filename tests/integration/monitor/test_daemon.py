@@ -31,7 +31,7 @@ from tests.integration.monitor.parts import (
     Publisher,
     settings,
 )
-from tests.integration.monitor.running import SECRET, get, running, until
+from tests.integration.monitor.running import get, running, until
 from tests.integration.monitor.sample import Plan, SampleJobStatus, SampleReader, verdict
 
 ROOT = Path(__file__).parents[3]
@@ -111,7 +111,6 @@ def test_request_without_the_token_is_refused(path: str) -> None:
                 "",
                 "wrong",
                 bearer_token(b"another secret"),
-                bearer_token(SECRET, "doctor"),
             ):
                 assert (await get(url, path, token)).status == 401
 

@@ -8,7 +8,6 @@ import numpy as np
 from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
 from keepstep.monitor.diagnosis.delays import (
     LinkInputs,
-    delay_matrix,
     find_slow_links,
     link_keys,
     message_delays,
@@ -97,13 +96,6 @@ def test_slow_receiver_is_named_while_one_of_its_links_became_slow_recently() ->
         history, LinkInputs(counts={}, nodes=NODES, step_s=0.1, since_s=ended_s), SlowThresholds()
     )
     assert [str(verdict.subject) for verdict in verdicts] == ["rank 2 on n2"]
-
-
-def test_matrix_has_senders_in_rows_and_nan_where_nothing_was_sent() -> None:
-    matrix = delay_matrix(delays({(1, 2)}, [(0, 1), (1, 2)], 0.0), (0, 1, 2))
-    np.testing.assert_allclose(matrix[0, 1], 0.01)
-    np.testing.assert_allclose(matrix[1, 2], 0.05)
-    assert np.isnan(matrix[2]).all()
 
 
 def test_delay_runs_from_the_later_call_or_is_the_shorter_side_without_aligned_clocks() -> None:

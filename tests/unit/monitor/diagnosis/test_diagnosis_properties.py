@@ -19,6 +19,7 @@ from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Communicator, JobRecords, RankRecords
 from keepstep.monitor.verdicts import Subject, Verdict
 from ops.bench.traces import Jitter, Shape, Simulation
+from tests.unit.monitor.diagnosis.longer_jobs import thresholds_of_longer_job
 from tests.unit.monitor.diagnosis.trace_text import Trace, load
 
 CASES = {path.stem: path for path in sorted((Path(__file__).parent / "cases").glob("*.txt"))}
@@ -87,7 +88,7 @@ def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
         )
 
     plain = {(one.syndrome, one.subject): one for one in judged(trace.job(), trace.read_s)}
-    scaled = judged(altered(trace, longer), trace.read_s * factor, Thresholds().scaled(factor))
+    scaled = judged(altered(trace, longer), trace.read_s * factor, thresholds_of_longer_job(factor))
     assert summarize(scaled) == set(plain)
     for one in scaled:
         before = plain[one.syndrome, one.subject]

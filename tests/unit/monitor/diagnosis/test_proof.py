@@ -6,7 +6,7 @@ import pytest
 
 from keepstep.monitor.diagnosis.pauses import PauseKind
 from keepstep.monitor.diagnosis.proof import Pause, describe_process, is_proved, needs_alert
-from keepstep.monitor.diagnosis.thresholds import HangThresholds, Thresholds
+from keepstep.monitor.diagnosis.thresholds import HangThresholds
 
 HANG = Pause(
     kind=PauseKind.STEP, idle_s=31.0, patience_s=2.4, learnt_s=0.0, quiet_s=30.0, stopped=False
@@ -53,14 +53,6 @@ def test_people_are_alerted_later_where_the_process_is_busy_or_such_pauses_are_u
     assert needs_alert(replace(HANG, idle_s=120.0, quiet_s=0.0), LIMITS)
     assert not needs_alert(replace(HANG, idle_s=59.0, learnt_s=30.0), LIMITS)
     assert needs_alert(replace(HANG, idle_s=1.0, stopped=True), LIMITS)
-
-
-def test_thresholds_are_scaled_with_the_job() -> None:
-    longer = Thresholds().scaled(10.0).hang
-    pause = replace(HANG, idle_s=310.0, patience_s=24.0, quiet_s=300.0)
-    assert is_proved(pause, 5.0, longer)
-    assert not is_proved(replace(pause, idle_s=299.0), 5.0, longer)
-    assert not is_proved(replace(pause, quiet_s=299.0), 5.0, longer)
 
 
 def test_what_is_known_of_the_process_is_said() -> None:
