@@ -32,7 +32,8 @@ class State:
     """The result of `build`: the model, and functions that create what depends on its parameters.
 
     Args:
-        model: the sharded model. If it is on the meta device, it gets memory on `World.device`.
+        model: the sharded model. What of it is on the meta device gets memory on `World.device`;
+            parameters and buffers that have memory keep their values.
         optimizer: receives the model's parameters once they have memory; returns one optimizer or
             several.
         scheduler: receives an optimizer and returns its scheduler; called for each optimizer.

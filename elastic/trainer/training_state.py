@@ -363,7 +363,10 @@ def _tensors_of(key: str, state: Any, fused: FusedTensors) -> tuple[LiveTensor, 
 
 
 def _materialize(model: nn.Module, device: torch.device) -> bool:
-    """Allocate memory for a model on the meta device; return whether it was there.
+    """Allocate memory for a model's tensors on the meta device; return whether there were any.
+
+    Tensors that have memory keep their values, and tensors that are one for several modules stay
+    one.
 
     Raises:
         UsageError: a buffer on the meta device is not saved, so no checkpoint would fill it.
@@ -379,12 +382,28 @@ def _materialize(model: nn.Module, device: torch.device) -> bool:
             f"buffer {unfilled[0]} is on the meta device but not in the model's state_dict(), so "
             "nothing would fill it; create it on World.device inside build"
         )
+    entries = [
+        (module, name, tensor)
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
     # `to_empty`, but for what DTensor would find out of it: a millisecond for each new shape.
-    model._apply(lambda tensor: _empty_like(tensor, device))
+    model._apply(lambda tensor: _with_memory(tensor, device))
+    # A tensor that leaves the meta device becomes another object in each module that has it.
+    first: dict[int, torch.Tensor] = {}
+    for module, name, before in entries:
+        tensor = getattr(module, name)
+        shared = first.setdefault(id(before), tensor)
+        if shared is not tensor:
+            setattr(module, name, shared)
     return True
 
 
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor.to(device)
     if isinstance(tensor, DTensor):
         return placed_like(tensor, torch.empty_like(local_of(tensor), device=device))
     return torch.empty_like(tensor, device=device)

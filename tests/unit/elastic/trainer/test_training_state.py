@@ -134,6 +134,33 @@ def test_padding_is_kept_unless_nothing_was_ever_written_to_it(device: str) -> N
     assert torch.equal(restored.model.weight[3:], expected)
 
 
+def test_what_has_memory_in_a_model_on_the_meta_device_keeps_its_values() -> None:
+    """Such as a table that `build` computes, and layers with the weights of another training."""
+    model = nn.ModuleDict({"new": nn.Linear(2, 2, device="meta"), "pretrained": nn.Linear(40, 40)})
+    model.register_buffer("frequencies", torch.arange(1000.0), persistent=False)
+    before = model["pretrained"].weight.detach().clone()
+    state = State(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    TrainingState(state, torch.device("cpu"), 0)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model["pretrained"].weight, before)
+    assert torch.equal(model.frequencies, torch.arange(1000.0))
+
+
+def test_tensors_of_several_modules_stay_shared_when_they_leave_the_meta_device() -> None:
+    with torch.device("meta"):
+        embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+        for module in (embedding, head):
+            module.register_buffer("scale", embedding._buffers.get("scale", torch.empty(3)))
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    state = State(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    training = TrainingState(state, torch.device("cpu"), 0)
+    assert head.weight is embedding.weight
+    assert head.scale is embedding.scale
+    assert [name for name, _ in model.named_parameters()] == ["0.weight"]
+    assert "model/1.weight" not in {tensor.key for tensor in training.capture(Position()).tensors}
+
+
 def read_boxes(held: Held, requests: Sequence[BoxRequest]) -> None:
     for request in requests:
         box = held.values[request.key][request.box.slices].contiguous()
