@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import Literal, get_args
 
@@ -68,7 +69,7 @@ def join(
             and nodes without a place wait. It must return the same on all ranks. Names begin with
             `dp`, `ddp`, `fsdp`, `replicate`, `shard` or `ep` where each rank has samples of its
             own, and with `tp`, `cp`, `pp`, `sp` or `etp` where all ranks compute the same ones.
-        seed: seed of the random number generators and of the data order.
+        seed: seed of the random number generators and of the data order, from -2**63 to 2**64 - 1.
         compare_replicas_every: number of steps after which ranks that hold the same parts of the
             state compare them, besides the first step of each generation; None: never.
         on_divergence: what to do if they differ. "report": log it; "repair": also give the odd
@@ -95,6 +96,8 @@ def join(
             raise UsageError(f'{name}={every!r}: give the number of steps, at least 1, or "auto"')
     if compare_replicas_every is not None and compare_replicas_every < 1:
         raise UsageError(f"compare_replicas_every={compare_replicas_every!r}: give at least 1")
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"seed={seed!r}: give a number from -2**63 to 2**64 - 1, as torch takes")
     if on_divergence not in get_args(OnDivergence):
         choices = ", ".join(map(repr, get_args(OnDivergence)))
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
@@ -131,7 +134,8 @@ def join(
         checkpoint=checkpoint,
         start_from=StartFrom.of(start_from),
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
-        seed=seed,
+        # NumPy's numbers overflow where Python's grow.
+        seed=operator.index(seed),
         compare_replicas_every=compare_replicas_every,
         on_divergence=on_divergence,
         on_bad_step=on_bad_step,

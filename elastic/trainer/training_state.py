@@ -299,7 +299,8 @@ class TrainingState:
                 value.load_state_dict(from_json_value(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:
-        torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._rank + 1)
+        # Torch takes 64 bits, which the product soon exceeds.
+        torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + self._rank + 1) & (2**64 - 1))
         random.seed(f"{seed}/{step}/{self._rank}")
         numpy_generator.seed(seed, step, self._rank)
 

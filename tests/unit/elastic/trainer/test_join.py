@@ -19,6 +19,8 @@ def build(world: keepstep.World) -> keepstep.State:
     [
         ({"checkpoint_compression": "gzip"}, "checkpoint_compression='gzip': give 'zstd', or None"),
         ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint=URL"),
+        ({"seed": 2**64}, r"seed=18446744073709551616: give a number from -2\*\*63 to 2\*\*64 - 1"),
+        ({"seed": -(2**63) - 1}, "seed=-9223372036854775809: give a number"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_refused_with_the_choices(

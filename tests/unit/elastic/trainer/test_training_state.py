@@ -195,6 +195,24 @@ def test_ranks_that_the_source_does_not_have_draw_different_numbers() -> None:
         assert one != other
 
 
+@pytest.mark.parametrize("seed", [300_000_000, 2**64 - 1, -(2**63)])
+def test_every_seed_that_torch_takes_can_be_a_jobs(seed: int) -> None:
+    numbers = []
+    for rank in (4, 5):
+        training(rank).start_fresh(seed)
+        numbers.append(drawn())
+    for one, other in zip(*numbers, strict=True):
+        assert one != other
+
+
+@pytest.mark.parametrize("seed", [0, 7, -7])
+def test_small_seeds_give_the_numbers_that_they_have_always_given(seed: int) -> None:
+    training(rank=2).start_fresh(seed)
+    number = torch.rand(()).item()
+    torch.manual_seed(seed * 1_000_003 * 65_537 + 3)
+    assert torch.rand(()).item() == number
+
+
 @pytest.mark.parametrize(
     ("device", "capturable", "may"),
     [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
