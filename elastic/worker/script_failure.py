@@ -45,8 +45,10 @@ def without_launcher(error: BaseException) -> BaseException:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return an exception's type and message in one line."""
-    return traceback.format_exception_only(error)[-1].strip()
+    """Return an exception's type and message in one line, without its notes."""
+    shown = traceback.TracebackException.from_exception(error)
+    shown.__notes__ = None
+    return list(shown.format_exception_only())[-1].strip()
 
 
 def traceback_of(error: BaseException) -> str:

@@ -59,6 +59,13 @@ def test_error_is_shown_with_its_cause_and_without_the_launcher(tmp_path: Path) 
     assert text.count("train.py") == 2
 
 
+def test_summary_is_the_message_and_not_a_note(tmp_path: Path) -> None:
+    code = "e = ValueError('mine')\ne.add_note('while reading\\nshard 7')\nraise e\n"
+    error = failure_of(tmp_path, code)
+    assert summary_of(error) == "ValueError: mine"
+    assert "ValueError: mine\nwhile reading\nshard 7\n" in traceback_of(error)
+
+
 @pytest.mark.parametrize("code", ["raise ValueError('x')", "import nosuchmodule", "open('/none')"])
 def test_another_attempt_is_made_where_the_script_has_run(tmp_path: Path, code: str) -> None:
     assert not is_fatal(failure_of(tmp_path, code))
