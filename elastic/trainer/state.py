@@ -40,7 +40,8 @@ class State:
         initialize: fills a model that was on the meta device; called only if there is nothing to
             resume from.
         extra: objects saved and restored by name. Their tensors may be sharded, but must not be on
-            the meta device.
+            the meta device. An object has all of them from the beginning, once `optimizer` was
+            called: a new process restores into those.
         release: called when the generation ends, before its process groups do: drops what holds
             them and is not the job's, such as CUDA graphs that captured collectives.
         descriptions: what the model's tensors are, such as fused parts and padding, as for

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -40,6 +40,12 @@ from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State
 
 _TRAINER = "trainer"
+_EXTRA_TENSORS = "extra_tensors"
+
+_MAKE_TENSORS = (
+    "make all its tensors in build, or in State.optimizer, where the parameters have memory, and "
+    "only fill them later"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,11 @@ class TrainingState:
             group.get("capturable") for group in groups
         )
         """Whether an optimizer may run in a CUDA graph, whose writes move no version counter."""
+        self._fused = FusedTensors(state.descriptions)
+        self._first_extra_keys = {
+            key: _keys(_tensors_of(key, value.state_dict(), self._fused))
+            for key, value in self._extra.items()
+        }
         parameters = ModelParameters(state.model)
         # What cannot be stored is refused now, not at the first snapshot.
         parameters.groups(self.optimizers)
@@ -101,7 +112,6 @@ class TrainingState:
             f"model/{parameters.clean(name)}" for name, _ in state.model.named_buffers()
         }
         self._descriptions = state.descriptions
-        self._fused = FusedTensors(state.descriptions)
         self._config = checked_config(state.config)
         self._state_reader = LiveStateReader(state.model, self.optimizers, state.descriptions)
 
@@ -176,7 +186,7 @@ class TrainingState:
                 this rank has not, and else nothing.
 
         Raises:
-            LayoutMismatch: the source does not fit the model or optimizers.
+            LayoutMismatch: the source does not fit the model, optimizers or extra objects.
         """
         allocate(self.model, self.optimizers, source, descriptions=self._descriptions)
         parameters = ModelParameters(self.model)
@@ -202,11 +212,21 @@ class TrainingState:
         if self._was_meta:
             # Memory that nothing has been written to: no values for padding to keep.
             fills = [replace(item, zeroes_rest=True) for item in fills]
+        stored_extra_keys = source.documents[_TRAINER].get(_EXTRA_TENSORS, {})
         for key, tensors in tensors_of_extra.items():
+            keys, stored_keys = _keys(tensors), set(stored_extra_keys.get(key, ()))
+            # One rank's keys are stored: those of other stages are others, and those of other ranks
+            # may be. If that rank had all that this one has, and more, then something is lost.
+            if keys < stored_keys and not self._is_stage:
+                raise LayoutMismatch(
+                    f"{min(stored_keys - keys)}: in step {source.step}, but not among the tensors "
+                    f"of {key!r}, so it would be lost; {_MAKE_TENSORS}"
+                )
             missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
             if missing and len(missing) < len(tensors):
                 raise LayoutMismatch(
-                    f"{missing[0]}: missing in step {source.step}, which has other parts of {key!r}"
+                    f"{missing[0]}: missing in step {source.step}, which has other tensors of "
+                    f"{key!r}; {_MAKE_TENSORS}"
                 )
             fills += plan_fills(LiveState(tensors, live.documents), source, strict=False)
         generators = _generator_states()
@@ -248,13 +268,26 @@ class TrainingState:
         ]
 
     def capture(self, position: Position) -> LiveState:
-        """Return the state at a position; tensors of model and optimizers are live memory."""
+        """Return the state at a position; tensors of model and optimizers are live memory.
+
+        Raises:
+            UsageError: an extra object has other tensors than when it was made.
+        """
         extra: dict[str, Json] = {}
+        extra_keys: dict[str, Json] = {}
         beside: list[LiveTensor] = []
         for key, value in self._extra.items():
             state = value.state_dict()
             extra_tensors = _tensors_of(key, state, self._fused)
+            changed = _keys(extra_tensors) ^ self._first_extra_keys[key]
+            if changed:
+                raise UsageError(
+                    f"{min(changed)}: the tensors of {key!r} are not those that it had when it was "
+                    f"made, and a new process could not restore them; {_MAKE_TENSORS}"
+                )
             beside += extra_tensors
+            if extra_tensors:
+                extra_keys[key] = sorted(_keys(extra_tensors))
             extra[key] = None if extra_tensors else to_json_value(f"extra {key!r}", state)
         live = self._state_reader.capture(beside)
         # The forward pass writes to buffers (batch norm's statistics), so they are copied now.
@@ -268,6 +301,7 @@ class TrainingState:
             "batch": position.batch,
             "stream": position.stream.document() if position.stream else NO_POSITION,
             "extra": extra,
+            _EXTRA_TENSORS: extra_keys,
             "schedulers": [
                 to_json_value("the scheduler's state", scheduler.state_dict())
                 for scheduler in self.schedulers
@@ -295,7 +329,8 @@ class TrainingState:
             if tensors and all(tensor.key in begun.source.tensors for tensor in tensors):
                 # The tensors that `state_dict` returned may be copies.
                 value.load_state_dict(state)
-            elif not tensors and stored.get(key) is not None:
+            elif stored.get(key) is not None:
+                # Also where it has tensors by now: of a step that was undone, if it outlives them.
                 value.load_state_dict(from_json_value(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:
@@ -361,6 +396,10 @@ def _tensors_of(key: str, state: Any, fused: FusedTensors) -> tuple[LiveTensor, 
     return tuple(
         live for name, item in state.items() for live in fused.describe(f"extra/{key}/{name}", item)
     )
+
+
+def _keys(tensors: Iterable[LiveTensor]) -> set[str]:
+    return {tensor.key for tensor in tensors}
 
 
 def _materialize(model: nn.Module, device: torch.device) -> bool:

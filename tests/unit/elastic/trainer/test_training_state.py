@@ -4,6 +4,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState
 
@@ -306,3 +308,83 @@ def test_what_is_said_of_extra_objects_is_said_again_when_they_change() -> None:
     averages.weight = torch.rand(5, 2)
     with pytest.raises(LayoutMismatch, match=r"extra/ema/weight"):
         state.capture(Position(4, 4))
+
+
+class Shadow:
+    """An average of the weights of any names; its object may outlive a generation."""
+
+    def __init__(self, *names: str) -> None:
+        self.values: dict[str, Any] = {name: torch.zeros(2) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = dict(state)
+
+
+def shadowing(shadow: Shadow, *, is_stage: bool = False) -> TrainingState:
+    state = State(
+        nn.Linear(2, 2),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        extra={"ema": shadow},
+    )
+    return TrainingState(state, torch.device("cpu"), 0, is_stage=is_stage)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ("a",)), (("a",), ("a", "b")), (("a", "b"), ("a",)), (("a",), ())]
+)
+def test_extra_object_whose_tensors_a_new_process_would_not_have_is_refused_at_a_snapshot(
+    before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Else a recovery would find out, or the training would go on without them."""
+    shadow = Shadow(*before)
+    training = shadowing(shadow)
+    training.capture(Position(1, 1))
+    shadow.values = Shadow(*after).values
+    changed = min(set(before) ^ set(after))
+    with pytest.raises(UsageError, match=f"extra/ema/{changed}: .*; make all its tensors in build"):
+        training.capture(Position(2, 2))
+
+
+@pytest.mark.parametrize(("names", "lost"), [((), "a"), (("a",), "b")])
+def test_tensors_of_a_snapshot_that_an_extra_object_has_no_place_for_are_not_dropped(
+    names: tuple[str, ...], lost: str
+) -> None:
+    held = Held(shadowing(Shadow("a", "b")).capture(Position(3, 3)))
+    with pytest.raises(LayoutMismatch, match=f"extra/ema/{lost}: in step 3, .* would be lost"):
+        shadowing(Shadow(*names)).restore_from(held, seed=2)
+
+
+def test_extra_object_of_a_rank_or_stage_has_names_of_its_own() -> None:
+    """What is stored of the names is one rank's."""
+    first = Shadow("first", "shared")
+    first.values["first"] += 1
+    held = Held(shadowing(first).capture(Position(3, 3)))
+    trainer = held.documents["trainer"]
+    assert trainer["extra_tensors"] == {"ema": ["extra/ema/first", "extra/ema/shared"]}
+    trainer["extra_tensors"] = {"ema": ["extra/ema/last", "extra/ema/shared"]}
+    restored = Shadow("first", "shared")
+    shadowing(restored).restore_from(held, seed=2)
+    assert torch.equal(restored.values["first"], torch.ones(2))
+    shadowing(Shadow("shared"), is_stage=True).restore_from(held, seed=2)
+
+
+def test_extra_object_of_a_checkpoint_that_lists_no_tensors_is_restored() -> None:
+    """As earlier versions stored it."""
+    before = Shadow("a")
+    before.values["a"] += 1
+    held = Held(shadowing(before).capture(Position(3, 3)))
+    del held.documents["trainer"]["extra_tensors"]
+    restored = Shadow("a")
+    shadowing(restored).restore_from(held, seed=2)
+    assert torch.equal(restored.values["a"], torch.ones(2))
+
+
+def test_extra_object_that_has_got_tensors_in_an_undone_step_goes_back_to_what_it_had() -> None:
+    shadow = Shadow()
+    held = Held(shadowing(shadow).capture(Position(3, 3)))
+    shadow.values["a"] = torch.ones(2)
+    shadowing(shadow).restore_from(held, seed=2)
+    assert shadow.values == {}
