@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from keepstep.elastic.data.batches import Batches
@@ -11,7 +12,7 @@ from keepstep.elastic.data.datasets import Dataset, Source, Stream, is_stream
 from keepstep.elastic.data.micro_batches import divide
 from keepstep.elastic.data.order import DataOrder, pass_key
 from keepstep.elastic.data.partition_batches import PartitionBatches
-from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import IndexedPass, Position, StreamPosition, WholePosition
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 
@@ -49,6 +50,7 @@ class DataPass(Generic[T]):
         loader_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._batches: Batches[T] | PartitionBatches[T]
+        self._indexed: IndexedPass | None = None
         if isinstance(dataset, Source) or is_stream(dataset):
             if steps is None:
                 raise UsageError(
@@ -72,6 +74,12 @@ class DataPass(Generic[T]):
             )
             self._batches = Batches(indexed, order, collate, workers, loader_options or {})
             length = steps if steps is not None else epochs * order.steps_per_epoch
+            self._indexed = IndexedPass(
+                begin=begin,
+                end=begin + length,
+                global_batch=global_batch,
+                samples=order.samples,
+            )
         self._global_batch = global_batch
         self._micro_batch = micro_batch
         self.begin = begin
@@ -105,6 +113,17 @@ class DataPass(Generic[T]):
         """Return the weight of a rank's mean loss that keeps the average over ranks exact."""
         return self._batches.loss_scale(rank, world_size)
 
+    def check_continues(self, position: Position) -> None:
+        """Check that a restored position means the same samples as when it was stored.
+
+        What a stream was is checked when it is read.
+
+        Raises:
+            UsageError: the position is within this pass, which had another dataset or global batch.
+        """
+        if self._indexed is not None and position.indexed_pass is not None:
+            self._indexed.check_continues(position.indexed_pass, position.batch)
+
     def resume(self, position: Position) -> None:
         """Forget where a stream was read up to, in favour of a position that was restored.
 
@@ -112,6 +131,16 @@ class DataPass(Generic[T]):
         """
         if isinstance(self._batches, PartitionBatches):
             self._batches.resume(position.stream)
+
+    def located(self, position: Position) -> Position:
+        """Return a position together with what a job that resumes there must know of its data."""
+        # Another pass is the current one of a script that has not come to the restored one yet.
+        is_own = self.begin <= position.batch <= self.end
+        return replace(
+            position,
+            stream=self.stream_position(position),
+            indexed_pass=self._indexed if is_own else position.indexed_pass,
+        )
 
     def stream_position(self, position: Position) -> StreamPosition | WholePosition | None:
         """Return where a stream is at a position; None for a dataset with an index."""

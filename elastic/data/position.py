@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Self
 
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data.partitions import Partitioning
+from keepstep.elastic.errors import UsageError
 
 NO_POSITION: Json = {}
 """What is stored where no stream is read; earlier versions stored None then."""
@@ -121,6 +122,56 @@ class WholePosition:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedPass:
+    """A pass over a dataset with an index: what the meaning of a number of batches depends on.
+
+    Attributes:
+        begin: the first global batch of the pass.
+        end: the global batch after its last one.
+        global_batch: samples per step.
+        samples: the dataset's length.
+    """
+
+    begin: int
+    end: int
+    global_batch: int
+    samples: int
+
+    def document(self) -> Json:
+        """Return what all ranks store alike."""
+        return asdict(self)
+
+    @classmethod
+    def restore(cls, document: Json) -> Self | None:
+        """Return the pass that `document` returned; None for None."""
+        return None if document is None else cls(**document)
+
+    def check_continues(self, stored: IndexedPass, batch: int) -> None:
+        """Check that a position in a stored pass means the same samples in this one.
+
+        A pass that is over may have been another, and so may later ones.
+
+        Args:
+            stored: the pass that the job was in.
+            batch: number of global batches consumed, of earlier passes too.
+
+        Raises:
+            UsageError: the job goes on within the pass, with other data.
+        """
+        is_same_data = (stored.global_batch, stored.samples) == (self.global_batch, self.samples)
+        is_over = stored.end == self.end <= batch
+        if is_same_data or is_over or not self.begin <= stored.begin < min(self.end, batch):
+            return
+        raise UsageError(
+            f"the job is {batch - stored.begin} batches into a pass over {stored.samples} samples "
+            f"with global_batch={stored.global_batch}, and the pass is now over {self.samples} "
+            f"samples with global_batch={self.global_batch}, so its position means other samples; "
+            "give the same dataset and global_batch, and others only to a later pass, or begin a "
+            "new job with keepstep.join(start_from=...) and another checkpoint="
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Progress of a job: completed optimizer steps, and global batches consumed.
@@ -129,11 +180,13 @@ class Position:
         step: number of completed steps.
         batch: number of global batches consumed.
         stream: where a stream of samples is after these batches; None for other datasets.
+        indexed_pass: the pass that the last of these batches was of, if its dataset has an index.
     """
 
     step: int = 0
     batch: int = 0
     stream: StreamPosition | WholePosition | None = field(default=None, compare=False)
+    indexed_pass: IndexedPass | None = field(default=None, compare=False)
 
 
 def _name(partition: int) -> str:

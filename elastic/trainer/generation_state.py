@@ -149,7 +149,7 @@ class GenerationState:
             partial(self._session.is_closing, assignment.generation),
             partial(self._may_seal, assignment.generation),
             self.snapshot_interval,
-            self._passes.stream_position,
+            self._passes.located,
             data_share=(world.data_rank, world.data_size),
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,

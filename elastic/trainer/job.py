@@ -201,7 +201,8 @@ class Job:
 
         Raises:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel
-                size, or what has no length is given without `steps`.
+                size, what has no length is given without `steps`, or the job resumes within a pass
+                that had another dataset length or global batch.
         """
         data = DataPass(
             self._passes.count,
@@ -217,6 +218,7 @@ class Job:
             workers=workers,
             loader_options=loader_options,
         )
+        data.check_continues(self._state.position)
         self._passes.begin(data)
         try:
             yield from self._batches_of(data)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from keepstep.elastic.data.data_pass import DataPass
-from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.trainer.stop_request import StopRequest
 
 
@@ -98,6 +98,6 @@ class Passes:
         if self._current is not None:
             self._current.resume(position)
 
-    def stream_position(self, position: Position) -> StreamPosition | WholePosition | None:
-        """Return where a stream is at a position; None for a dataset with an index."""
-        return self._current.stream_position(position) if self._current else position.stream
+    def located(self, position: Position) -> Position:
+        """Return a position together with what a job that resumes there must know of its data."""
+        return self._current.located(position) if self._current else position

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -37,7 +37,7 @@ from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     Member,
@@ -116,7 +116,7 @@ class SnapshotManager:
         is_closing: Callable[[], bool],
         may_seal: Callable[[], bool],
         interval: SnapshotInterval,
-        stream_position: Callable[[Position], StreamPosition | WholePosition | None],
+        located: Callable[[Position], Position],
         *,
         data_share: tuple[int, int],
         start_from: StartFrom | None = None,
@@ -143,7 +143,7 @@ class SnapshotManager:
         """Whether training waits for each copy: the state was written to during one, or may be."""
         self._is_committed = is_committed
         self._is_closing = is_closing
-        self._stream_position = stream_position
+        self._located = located
         self.is_ending = False
         """Whether all ranks have agreed that the generation ends after the step just completed."""
         self.is_stopping = False
@@ -317,7 +317,7 @@ class SnapshotManager:
         if self.copies_synchronously:
             # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
-        live = self.training.capture(replace(position, stream=self._stream_position(position)))
+        live = self.training.capture(self._located(position))
         self._snapshotter.start(
             position.step,
             live.tensors,

@@ -33,7 +33,7 @@ from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of, placed_like
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
-from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition
+from keepstep.elastic.data.position import NO_POSITION, IndexedPass, Position, StreamPosition
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import check_mesh_positions
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
@@ -252,7 +252,8 @@ class TrainingState:
         stream = StreamPosition.restore(
             trainer.get("stream"), source.documents, *self._data_share, trainer["batch"]
         )
-        return Position(trainer["step"], trainer["batch"], stream)
+        indexed_pass = IndexedPass.restore(trainer.get("indexed_pass"))
+        return Position(trainer["step"], trainer["batch"], stream, indexed_pass)
 
     def invalidate_if_moved(self) -> None:
         """Make the next `capture` check for tensors whose memory was replaced."""
@@ -300,6 +301,7 @@ class TrainingState:
             "step": position.step,
             "batch": position.batch,
             "stream": position.stream.document() if position.stream else NO_POSITION,
+            "indexed_pass": position.indexed_pass.document() if position.indexed_pass else None,
             "extra": extra,
             _EXTRA_TENSORS: extra_keys,
             "schedulers": [

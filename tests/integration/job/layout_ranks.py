@@ -202,7 +202,7 @@ class Rank:
             lambda: False,
             lambda: True,
             SnapshotInterval(1, 0.0),
-            lambda position: None,
+            lambda position: position,
             data_share=(world.data_rank, world.data_size),
             is_stage=world.has_stages,
         )

@@ -34,6 +34,7 @@ from keepstep.elastic.trainer import process_groups, snapshot_manager
 from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.mesh_rule import MeshRule
+from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import ReplicaCheck
 from keepstep.elastic.trainer.snapshot_manager import Resumed, SnapshotManager
@@ -552,6 +553,34 @@ def test_stopped_pass_is_over_on_this_rank_and_the_next_pass_is_not(running: Run
     assert steps == [3, 11]
 
 
+def test_job_that_is_started_again_with_another_global_batch_is_refused(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its position counts batches: samples would be left out, or trained twice."""
+    captured: list[Position] = []
+    capture = TrainingState.capture
+
+    def note(self: TrainingState, position: Position) -> Any:
+        captured.append(position)
+        return capture(self, position)
+
+    monkeypatch.setattr(TrainingState, "capture", note)
+    with running.job as job:
+        monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(captured[-1], "memory"))
+        for _ in job.batches(SAMPLES, 1):
+            assert running.step().completed
+            if job.steps == 2:
+                with job.guard():
+                    raise PEER_LOST
+                break
+        # A process that is new has begun no pass.
+        job._passes = job._state._passes = Passes()
+        assert next(job.batches(SAMPLES, 1)) is not None
+        job._passes = job._state._passes = Passes()
+        with pytest.raises(UsageError, match="2 batches into a pass over 8 samples"):
+            next(job.batches(SAMPLES, 2))
+
+
 def read_shard(shard: int, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
     return ((SAMPLES[place], place + 1) for place in range(offset, len(SAMPLES)))
 
@@ -601,7 +630,7 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
                 with job.guard():
                     raise PEER_LOST
                 # As a snapshot that is taken again asks for it.
-                assert job._passes.stream_position(Position(3, 3)) == expected
+                assert job._passes.located(Position(3, 3)).stream == expected
     in_first = [position for generation, position in captured if generation == 1]
     assert all(position and set(position.states) == {0, 1} for position in in_first)
     in_second = [position for generation, position in captured if generation == 2]

@@ -67,7 +67,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
         is_closing=lambda: False,
         may_seal=lambda: True,
         interval=SnapshotInterval(2, 0.0),
-        stream_position=lambda position: None,
+        located=lambda position: position,
         data_share=(0, 1),
     )
     yield opened

@@ -17,7 +17,7 @@ from keepstep.checkpoint.layout.descriptions import Average, Descriptions
 from keepstep.checkpoint.layout.part_table import Part, PartTable
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.position import IndexedPass, Position
 from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.state import State
@@ -262,6 +262,15 @@ def test_fused_parts_of_a_job_are_those_of_its_state() -> None:
     )
     with pytest.raises(LayoutMismatch, match=r"model/weight: dimension 0 .* have 4 elements"):
         TrainingState(state, torch.device("cpu"), 0).capture(Position())
+
+
+def test_position_is_restored_with_the_pass_that_it_is_in() -> None:
+    stored = IndexedPass(begin=2, end=9, global_batch=4, samples=30)
+    held = Held(training().capture(Position(3, 3, indexed_pass=stored)))
+    assert training().restore_from(held, seed=2).indexed_pass == stored
+    # As earlier versions stored it.
+    del held.documents["trainer"]["indexed_pass"]
+    assert training().restore_from(held, seed=2).indexed_pass is None
 
 
 class Averages:
