@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlparse
 
 import numpy as np
 import torch
@@ -55,6 +54,7 @@ from keepstep.checkpoint.live.restore import Fill, fill
 from keepstep.checkpoint.shared_metadata import SharedListings
 from keepstep.checkpoint.stored.chunking import chunks_over
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.urls import parse_url
 
 _BATCH_NBYTES = 128 * 2**20
 _MESSAGE_NBYTES = 64 * 2**20
@@ -156,7 +156,7 @@ def _small_read_nbytes(url: str) -> int:
 
     Ranks that want different cells of a unit read their own from there on.
     """
-    return 2**16 if urlparse(url).scheme in ("", "file") else 2**20
+    return 2**16 if parse_url(url).local_path is not None else 2**20
 
 
 def _tasks(told: Sequence[memoryview]) -> list[ReadTask]:

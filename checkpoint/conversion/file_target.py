@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
-from urllib.parse import unquote, urlparse
 
 import fsspec
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
+from keepstep.checkpoint.stored.urls import parse_url
 
 
 @contextmanager
@@ -25,9 +25,10 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
 
     Raises:
         CheckpointExists: there is such a file.
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written, or the URL has a part that no storage has.
     """
-    path = local_path(url)
+    parsed = parse_url(url)
+    path = parsed.local_path
     if path is not None:
         with _new_local_file(path) as unfinished:
             with unfinished.open("wb") as file:
@@ -37,7 +38,7 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
             verify(str(unfinished))
         return
     try:
-        system, remote = fsspec.core.url_to_fs(url)
+        system, remote = fsspec.filesystem(parsed.scheme), f"{parsed.bucket}{parsed.path}"
         if system.exists(remote):
             raise _exists(url)
         # What is written becomes visible when the upload is completed, at `close`.
@@ -97,14 +98,6 @@ def _flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def local_path(url: str) -> Path | None:
-    """Return the path that a URL means; None if it is in an object store."""
-    parsed = urlparse(url)
-    if parsed.scheme not in ("", "file"):
-        return None
-    return Path(unquote(parsed.path) if parsed.scheme else url).absolute()
 
 
 def _exists(url: str) -> CheckpointExists:

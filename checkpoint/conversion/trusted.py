@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from keepstep.checkpoint.conversion.file_target import local_path
 from keepstep.checkpoint.conversion.opened import Place
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.foreign.files import open_files
@@ -25,6 +24,7 @@ from keepstep.checkpoint.foreign.pickled_tensors import dtype_name, storage_kind
 from keepstep.checkpoint.foreign.pickled_values import Global
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.foreign.torch_file import names_in_torch_file
+from keepstep.checkpoint.stored.urls import parse_url
 from keepstep.processes import module_command
 
 _MODULE = "keepstep.checkpoint.conversion.trusted_load"
@@ -73,7 +73,7 @@ def run_code(place: Place) -> Iterator[Trusted]:
         FormatUnsupported: it is no file of `torch.save` on a disk.
         CheckpointError: the process failed.
     """
-    path = local_path(place.url)
+    path = parse_url(place.url).local_path
     if place.form not in _FILES or path is None or not path.is_file():
         raise FormatUnsupported(
             f"{place.url}: only a file of torch.save on a disk can be loaded by the code that it "

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.urls import parse_url
 
 _READ_AT_ONCE_NBYTES = 2**26
 
@@ -217,17 +217,16 @@ def open_files(url: str) -> ForeignFiles:
         CheckpointMissing: there is nothing.
         CheckpointError: the URL cannot be opened.
     """
-    parsed = urlparse(url)
-    if parsed.scheme in ("", "file"):
-        path = Path(unquote(parsed.path) if parsed.scheme else url).absolute()
-        if _is_regular(path):
-            return ForeignFiles(open_storage(str(path.parent)), (path.name,), is_named=True)
+    parsed = parse_url(url)
+    path = parsed.local_path
+    if path is not None and _is_regular(path):
+        return ForeignFiles(open_storage(str(path.parent)), (path.name,), is_named=True)
     storage = open_storage(url)
     names = tuple(storage.names())
     if names:
         return ForeignFiles(storage, names)
     parent, _, name = url.rstrip("/").rpartition("/")
-    if parsed.scheme not in ("", "file") and parsed.path.strip("/"):
+    if path is None and parsed.path.strip("/"):
         directory = open_storage(parent)
         if name in directory.names(name):
             return ForeignFiles(directory, (name,))

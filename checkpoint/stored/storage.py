@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote, urlparse
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.stored.urls import ParsedUrl, parse_url
 
 
 class Storage(Protocol):
@@ -151,29 +150,24 @@ def open_storage(url: str) -> Storage:
         CheckpointError: the URL has another form, or cannot be opened.
     """
     # Each back end is imported only when it is needed: a local job never loads TensorStore.
-    parsed = urlparse(url)
-    if parsed.scheme in ("", "file"):
+    parsed = parse_url(url)
+    if parsed.local_path is not None:
         from keepstep.checkpoint.stored.files import FileStorage
 
-        if parsed.netloc not in ("", "localhost"):
-            raise CheckpointError(
-                f"{url} names a host; write file:///{parsed.netloc}{parsed.path} for a local path"
-            )
-        return FileStorage(url, Path(unquote(parsed.path) if parsed.scheme else url).absolute())
-    spec = _specification(url)
+        return FileStorage(url, parsed.local_path)
+    spec = _specification(url, parsed)
     from keepstep.checkpoint.stored.objects import open_objects
 
     return open_objects(url, spec)
 
 
-def _specification(url: str) -> dict[str, Any]:
+def _specification(url: str, parsed: ParsedUrl) -> dict[str, Any]:
     """Return TensorStore's specification of the key-value store at a URL."""
-    parsed = urlparse(url)
     prefix = parsed.path.strip("/")
     path = f"{prefix}/" if prefix else ""
     match parsed.scheme:
         case "s3":
-            spec: dict[str, Any] = {"driver": "s3", "bucket": parsed.netloc, "path": path}
+            spec: dict[str, Any] = {"driver": "s3", "bucket": parsed.bucket, "path": path}
             if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
                 "AWS_ENDPOINT_URL"
             ):
@@ -185,13 +179,13 @@ def _specification(url: str) -> dict[str, Any]:
                 # nevertheless, and prints five lines if there are none, each time it is opened.
                 spec["aws_credentials"] = {"type": "environment"}
         case "gs":
-            spec = {"driver": "gcs", "bucket": parsed.netloc, "path": path}
+            spec = {"driver": "gcs", "bucket": parsed.bucket, "path": path}
         case "memory":
-            return {"driver": "memory", "path": f"{parsed.netloc}/{path}"}
+            return {"driver": "memory", "path": f"{parsed.bucket}/{path}"}
         case other:
             raise CheckpointError(
                 f"{url}: {other}:// is not supported; use a path, file://, s3:// or gs://"
             )
-    if not parsed.netloc:
+    if not parsed.bucket:
         raise CheckpointError(f"{url} names no bucket; write {parsed.scheme}://BUCKET/PREFIX")
     return spec

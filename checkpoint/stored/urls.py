@@ -1,0 +1,69 @@
+"""Parses the URLs of checkpoints and files: every module that opens one reads it alike.
+
+Pure. Two URLs that differ never mean one place because a part of one of them was left out: what
+has no meaning in a storage, as a query or a fragment, is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from keepstep.checkpoint.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedUrl:
+    """A place in a storage. Made by `parse_url`.
+
+    Attributes:
+        scheme: `file` for a path, too.
+        bucket: the bucket of an object store; empty for a path.
+        path: what follows the bucket, as it was written; of a path, with its escapes decoded.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+
+    @property
+    def local_path(self) -> Path | None:
+        """The absolute path; None if the place is in an object store."""
+        return Path(self.path).absolute() if self.scheme == "file" else None
+
+
+def parse_url(url: str) -> ParsedUrl:
+    """Return what a URL means.
+
+    A path without a scheme may have any characters.
+
+    Args:
+        url: a path, `file://`, or `SCHEME://BUCKET/PREFIX` of any scheme.
+
+    Raises:
+        CheckpointError: the URL has a query, a fragment, or a host of files, or is malformed.
+    """
+    try:
+        parsed = urlsplit(url)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{url} is no URL: {error}; write a path, or s3://BUCKET/PREFIX"
+        ) from error
+    if not parsed.scheme:
+        return ParsedUrl("file", "", url)
+    is_file = parsed.scheme == "file"
+    for mark, meaning in ("?", "a query"), ("#", "a fragment"):
+        if mark in url:
+            remedy = f"write %{ord(mark):X}, or give the path without file://"
+            raise CheckpointError(
+                f"{url}: {mark} begins {meaning} of a URL, which no storage has, so it would be "
+                f"left out; {remedy if is_file else f'choose a name without {mark}'}"
+            )
+    if not is_file:
+        return ParsedUrl(parsed.scheme, parsed.netloc, parsed.path)
+    if parsed.netloc not in ("", "localhost"):
+        raise CheckpointError(
+            f"{url} names a host; write file:///{parsed.netloc}{parsed.path} for a local path"
+        )
+    return ParsedUrl("file", "", unquote(parsed.path))
