@@ -68,6 +68,8 @@ class Converted:
 
 _MODELS_ONLY = (Target.SAFETENSORS, Target.HUGGING_FACE)
 _DEEPSPEED = (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)
+_WITH_OWN_MASTERS = (*_DEEPSPEED, Target.MEGATRON_CORE)
+"""Formats that have the masters of all parameters, however wide these are."""
 _IN_DEEPSPEED = frozenset({DEEPSPEED, GROUPS, MASTERS, SCALARS, TIED, VALUES})
 
 
@@ -219,6 +221,12 @@ def left_out_of(opened: Opened, chosen: Selection, target: Target) -> list[str]:
     """
     lines = [f"{item.name}: {item.reason}" for item in opened.left_out]
     lines += [f"{name}: only the model is converted" for name in chosen.left_out()]
+    if target not in _WITH_OWN_MASTERS:
+        lines += [
+            f"{MASTERS}/{name}: the parameter is {chosen.model_dtype} now, which is as wide as its "
+            f"{chosen.masters[name]['slot']}; that remains a slot of the optimizer"
+            for name in chosen.matched_masters()
+        ]
     if target in _MODELS_ONLY:
         lines += model_left_out(chosen, has_config=target == Target.HUGGING_FACE)
     elif target == Target.TORCH_SAVE:

@@ -22,7 +22,7 @@ from keepstep.checkpoint.conversion.pieces_of_files import StoredTensor, Transpo
 from keepstep.checkpoint.conversion.selection import MODEL, Selection
 from keepstep.checkpoint.conversion.state_parts import Group, StateParts, parts_of
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED, MASTERS
+from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.described import master_of
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
@@ -321,7 +321,7 @@ def _parameter(source: Selection, parts: StateParts, name: str) -> Parameter:
             "model as the optimizer does, with --rules"
         )
     slots = parts.slots.get(name, {})
-    master = master_of(parts.documents.get(MASTERS), key)
+    master = master_of(source.masters, key)
     if master is not None:
         own, found = master.key, source.tensors[master.key]
         slots = {slot: other for slot, other in slots.items() if other != own}

@@ -39,6 +39,7 @@ from keepstep.checkpoint.conversion.megatron_groups import (
 )
 from keepstep.checkpoint.conversion.pieces_of_files import StoredTensor, part
 from keepstep.checkpoint.conversion.planned_folder import PlannedFile, Report, write_folder
+from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.state_parts import StateParts, parts_of
 from keepstep.checkpoint.conversion.torch_pieces import torch_bytes
 from keepstep.checkpoint.errors import LayoutMismatch
@@ -89,7 +90,7 @@ class _Stack:
         return counts if len(self.members) == math.prod(counts) else ()
 
 
-def write_megatron(source: Source, url: str, *, memory_nbytes: int, report: Report) -> None:
+def write_megatron(source: Selection, url: str, *, memory_nbytes: int, report: Report) -> None:
     """Write a checkpoint as a folder that Megatron's `--load` takes.
 
     Args:
@@ -161,7 +162,7 @@ def _is_carried(name: str) -> bool:
 
 
 def _entries(
-    source: Source, parts: StateParts, files: Files
+    source: Selection, parts: StateParts, files: Files
 ) -> tuple[list[WrittenTensor], list[WrittenValue], bool]:
     """Return the tensors and values of a folder, and whether layers have tensors of their own."""
     settings: Mapping[str, Json] = source.documents.get(MEGATRON) or {}
@@ -170,7 +171,7 @@ def _entries(
     tensors = [tensor for stack in model for tensor in _written(source, stack, files)]
     by_name = {tensor.name: tensor for tensor in tensors}
     slots: dict[str, dict[str, str]] = {}
-    masters = _master_slots(source)
+    masters = _master_slots(source.masters)
     for name, of_name in parts.slots.items():
         for slot, key in of_name.items():
             if slot != _STEP and source.tensors[key].shape:
@@ -201,12 +202,9 @@ def _renamed(tensor: WrittenTensor, name: str) -> WrittenTensor:
     return WrittenTensor(name, (name,), tensor.spec, tensor.chunks)
 
 
-def _master_slots(source: Source) -> dict[str, str]:
+def _master_slots(masters: Mapping[str, Json]) -> dict[str, str]:
     """Return the slots that have parameters in a wider data type, by the parameters' names."""
-    return {
-        key.removeprefix(MODEL_PREFIX): master["slot"]
-        for key, master in (source.documents.get(MASTERS) or {}).items()
-    }
+    return {key.removeprefix(MODEL_PREFIX): master["slot"] for key, master in masters.items()}
 
 
 def _are_alike(source: Source, parts: StateParts) -> bool:

@@ -15,7 +15,8 @@ from keepstep.checkpoint.conversion.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.content_digest import DIGEST
-from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE, TIED
+from keepstep.checkpoint.layout.described import found, is_wider
+from keepstep.checkpoint.layout.documents import CONFIG, MASTERS, PROVENANCE, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
 
@@ -72,12 +73,38 @@ class Selection:
     def documents(self) -> Mapping[str, Json]:
         """The documents that go with the tensors."""
         if not self.only_model:
-            return {n: c for n, c in self.whole.documents.items() if n not in _OF_ONE_SAVE}
+            documents = {n: c for n, c in self.whole.documents.items() if n not in _OF_ONE_SAVE}
+            if matched := set(self.matched_masters()):
+                del documents[MASTERS]
+                if wider := {n: e for n, e in self.masters.items() if n not in matched}:
+                    documents[MASTERS] = wider
+            return documents
         kept = {name: self.whole.documents.get(name) for name in (TIED, CONFIG)}
         return {name: content for name, content in kept.items() if content is not None}
 
+    @property
+    def masters(self) -> Mapping[str, Json]:
+        """The source's entries on masters, also of parameters that are as wide now."""
+        return (not self.only_model and self.whole.documents.get(MASTERS)) or {}
+
+    def matched_masters(self) -> list[str]:
+        """Return the parameters, as `masters` names them, whose masters are wider no longer.
+
+        `documents` does not call their slots masters; the slots themselves are selected.
+        """
+        matched = []
+        for name, entry in self.masters.items():
+            key = found(self.tensors, name)
+            if key is None or self.tensors[key].dtype == self.whole.tensors[key].dtype:
+                continue
+            if not is_wider(entry["dtype"], self.tensors[key].dtype):
+                matched.append(name)
+        return sorted(matched)
+
     def left_out(self) -> list[str]:
-        """Return the names of the tensors and documents that the selection does not have."""
+        """Return the names of the tensors and documents that `only_model` leaves out."""
+        if not self.only_model:
+            return []
         documents = self.whole.documents.keys() - self.documents.keys() - _OF_ONE_SAVE
         empty = {name for name in documents if self.whole.documents[name] in ({}, [], None)}
         return sorted((self.whole.tensors.keys() - self.tensors.keys()) | (documents - empty))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,37 @@ def test_rounding_the_model_leaves_the_optimizers_parameters_as_they_were(tmp_pa
     assert bytes_of(written, "optim/odd.weight/master_param") == bytes_of(
         source, "model/odd.weight"
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "zero"),
+    [(Target.DEEPSPEED, ZeroLayout(2, 2)), (Target.DEEPSPEED_UNIVERSAL, ZeroLayout(2))],
+)
+def test_masters_stay_the_optimizers_parameters_where_the_model_is_as_wide(
+    tmp_path: Path, target: Target, zero: ZeroLayout
+) -> None:
+    source = checkpoint_of(is_tied=True, dtype="bfloat16")
+    chosen = Selection(whole=source, model_dtype="float32")
+    opened = Opened(source, "memory")
+    done = convert(opened, "", str(tmp_path), target, chosen, memory_nbytes=2**20, zero=zero)
+    assert done.left_out == ()
+    masters = bytes_of(source, "optim/odd.weight/master_param")
+    assert masters != bytes_of(chosen, "model/odd.weight")
+    assert masters in b"".join(
+        tensor for content in files_in(tmp_path).values() for _, _, tensor in tensors_in(content)
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Yield the tensors of what `files_in` returns."""
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], bytes):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def test_several_flat_tensors_of_a_group_follow_the_configured_size(tmp_path: Path) -> None:

@@ -80,6 +80,26 @@ def test_what_a_format_holds_comes_back_bit_for_bit(
     assert {name for name, _ in gained} == GAINED.get(target, set())
 
 
+@pytest.mark.parametrize(
+    "target", [Target.UNIVERSAL, Target.DCP, Target.TORCHTITAN, Target.TORCH_SAVE]
+)
+def test_masters_of_a_model_that_is_as_wide_now_are_slots(tmp_path: Path, target: Target) -> None:
+    whole = checkpoint_of(is_tied=False, dtype="bfloat16")
+    names = sorted(whole.documents["masters"])
+    chosen = Selection(whole=whole, model_dtype="float32")
+    there = tmp_path / f"there{ENDINGS.get(target, '')}"
+    opened = Opened(whole, "memory")
+    done = convert(opened, "here", str(there), target, chosen, memory_nbytes=2**28)
+    assert [line.partition(":")[0] for line in done.left_out] == [f"masters/{n}" for n in names]
+    assert done.left_out[0].endswith("float32 now, which is as wide as its master_param; that "
+                                     "remains a slot of the optimizer")  # fmt: skip
+    after = open_any(str(there)).source
+    assert "masters" not in after.documents
+    assert_same_tensors(chosen, after, list(chosen.tensors))
+    assert {"optim/odd.weight/master_param", "model/odd.weight"} <= after.tensors.keys()
+    assert after.tensors["model/odd.weight"].dtype == "float32"
+
+
 def assert_same_tensors(before: Source, after: Source, keys: list[str]) -> None:
     expected = {_without_root(key): key for key in keys}
     found = {_without_root(key): key for key in after.tensors}

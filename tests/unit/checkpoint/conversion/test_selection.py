@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ class InMemory:
 
     step = 3
 
-    def __init__(self, tensors: dict[str, torch.Tensor], documents: dict[str, object]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], documents: dict[str, Any]) -> None:
         self.values = tensors
         self.documents = documents
 
@@ -92,6 +93,38 @@ def test_everything_else_is_selected_but_a_digest_of_the_former_chunks() -> None
     selected = Selection(whole=source())
     assert selected.left_out() == []
     assert selected.documents == {"optim/groups": [1], "config": {"heads": 2}}
+
+
+def masters_of(dtype: str) -> dict[str, object]:
+    return {"slot": "master_param", "dtype": dtype}
+
+
+def test_only_masters_that_are_still_wider_are_called_masters() -> None:
+    whole = InMemory(
+        {
+            "model/narrow": torch.zeros(2, dtype=torch.bfloat16),
+            "optim/narrow/master_param": torch.zeros(2),
+            "model/wide": torch.zeros(2, dtype=torch.bfloat16),
+            "optim/wide/master_param": torch.zeros(2, dtype=torch.float64),
+        },
+        {"masters": {"model/narrow": masters_of("float32"), "wide": masters_of("float64")}},
+    )
+    for dtype, matched in (
+        (None, []),
+        ("float16", []),
+        ("float32", ["model/narrow"]),
+        ("float64", ["model/narrow", "wide"]),
+    ):
+        selected = Selection(whole=whole, model_dtype=dtype)
+        assert selected.matched_masters() == matched, dtype
+        wider = {n: e for n, e in whole.documents["masters"].items() if n not in matched}
+        assert selected.documents == ({"masters": wider} if wider else {}), dtype
+        assert selected.masters == whole.documents["masters"]
+        assert selected.left_out() == []
+    selected = Selection(whole=whole, model_dtype="float32", only_model=True)
+    assert selected.documents == selected.masters == {}
+    assert selected.matched_masters() == []
+    assert "masters" in selected.left_out()
 
 
 def test_a_data_type_that_rounds_nothing_is_refused() -> None:

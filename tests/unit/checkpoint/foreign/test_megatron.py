@@ -35,12 +35,15 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.foreign.arrays import MemoryArray
 from keepstep.checkpoint.foreign.contents import Contents
+from keepstep.checkpoint.foreign.dcp_entries import tensor_of_chunks
 from keepstep.checkpoint.foreign.dcp_metadata import read_metadata
 from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import locate_foreign, open_foreign
 from keepstep.checkpoint.foreign.pieces import whole
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.unit.checkpoint.conversion.sources import bytes_of
 from tests.unit.checkpoint.foreign.written import tensor_of
 
 FIXTURES = Path(__file__).parents[3] / "foreign_fixtures" / "megatron"
@@ -221,6 +224,39 @@ def test_what_is_written_for_megatron_is_read_as_it_was(
     assert set(back.documents["optim/scalars"].values()) == {3}
     assert not [line for line in megatron_left_out(source) if line.startswith("optim/groups")]
     assert back.documents["megatron"].get("layers_apart") == (True if "apart" in name else None)
+
+
+def test_masters_are_written_for_megatron_however_wide_the_model_is(tmp_path: Path) -> None:
+    contents = Contents("x", "of a test")
+    masters = {}
+    for number, name in enumerate((FIRST, SECOND)):
+        master = np.full((4, 4), np.pi + number, np.float32)
+        narrow = master.astype(numpy_dtype("bfloat16"))
+        contents.add(f"model/{name}", whole(MemoryArray("bfloat16", narrow, "x")))
+        for slot in ("master_param", "exp_avg"):
+            contents.add(f"optim/{name}/{slot}", whole(MemoryArray("float32", master, "x")))
+        masters[f"model/{name}"] = {"slot": "master_param", "dtype": "float32"}
+    contents.add_group([FIRST, SECOND], DECAYED)
+    contents.add_document("masters", masters)
+    source = contents.checkpoint(3)
+    url = str(tmp_path)
+    chosen = Selection(whole=source, model_dtype="float32")
+    opened = Opened(source, "memory")
+    done = convert(opened, "x", url, Target.MEGATRON_CORE, chosen, memory_nbytes=2**24)
+    assert not [line for line in done.left_out if "master" in line]
+    metadata = read_metadata(open_files(f"{url}/iter_0000003"))
+    stack = "decoder.layers.mlp.linear_fc1.weight"
+    assert metadata.tensors.keys() == {
+        stack, *(f"optimizer.state.{slot}.{stack}" for slot in ("param", "fp32_param", "exp_avg")),
+    }  # fmt: skip
+    entries = Contents("x", "of a test")
+    for name, chunked in metadata.tensors.items():
+        entries.add(name, tensor_of_chunks(name, chunked))
+    stored = entries.checkpoint(3)
+    masters_of_layers = np.array([[np.pi] * 16, [np.pi + 1] * 16], np.float32).tobytes()
+    assert bytes_of(stored, stack) != masters_of_layers
+    for slot in ("param", "fp32_param"):
+        assert bytes_of(stored, f"optimizer.state.{slot}.{stack}") == masters_of_layers
 
 
 @pytest.mark.parametrize(
