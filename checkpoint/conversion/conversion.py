@@ -116,7 +116,8 @@ def convert(
         zero: the stage and ranks of DeepSpeed's engines that are to load it.
         report: called with bytes of tensors that were written, perhaps from several threads.
         workers: how many processes; more than one for the universal format only.
-        request: what `chosen` was made from, which more than one process needs.
+        request: what `chosen` was made from, which more than one process needs; a conversion that
+            was interrupted is taken up by one of an equal request.
 
     Raises:
         CheckpointExists: the target has such a checkpoint.
@@ -132,8 +133,16 @@ def convert(
             "format"
         )
     if target == Target.UNIVERSAL:
+        # Of other tensors, as after other rules, an attempt would keep arrays that are not its own.
         identity = json.dumps(
-            [origin, opened.format_name, chosen.step, chosen.only_model, chosen.model_dtype]
+            [
+                origin,
+                opened.format_name,
+                chosen.only_model,
+                chosen.model_dtype,
+                seen_in(chosen),
+                None if request is None else request.spelling(),
+            ]
         )
         _write_universal(
             opened, chosen, url, identity, memory_nbytes, report, workers=workers, request=request

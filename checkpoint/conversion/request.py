@@ -73,6 +73,10 @@ class ConversionRequest:
             whole=opened.source, only_model=self.only_model, model_dtype=self.model_dtype
         )
 
+    def spelling(self) -> Json:
+        """Return as JSON what of the request decides how tensors are called and laid out."""
+        return [self.parameter_names, self.keeps_wrappers, self.rules, self.config]
+
     def encode(self) -> Json:
         """Return the request as JSON."""
         return asdict(self)

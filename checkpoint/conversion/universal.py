@@ -1,8 +1,8 @@
 """Writes a checkpoint of any source in the universal format, part by part, so that it can go on.
 
-The name of the attempt depends on what is converted, so a conversion that was interrupted is taken
-up by the next one. It reads what the parts written before should have: if the source has
-changed meanwhile, they are written again.
+The name of the attempt depends on what is converted, and into which tensors, so a conversion that
+was interrupted is taken up by the next one of the same, and by no other. It reads what the parts
+written before should have: if values of the source have changed meanwhile, they are written again.
 
 A part is written by whoever is asked to, in this process or in another one, and what is known of it
 is noted beside it. So processes share nothing but the storage.
@@ -345,7 +345,7 @@ def attempt_for(url: str, step: int, origin: str) -> str:
     Args:
         url: where to write.
         step: of the checkpoint.
-        origin: identifies what is converted, and how.
+        origin: identifies what is converted, how, and the tensors that are written.
     """
     storage, stored = open_storage(url), StoredStep(step, 0)
     first = f"convert-{hashlib.blake2b(origin.encode(), digest_size=8).hexdigest()}"

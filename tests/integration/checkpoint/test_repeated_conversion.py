@@ -85,6 +85,46 @@ def test_a_source_that_changed_after_an_interruption_is_read_anew(
     assert_equal(after["model"]["layers.1.weight"], changed["model"]["layers.1.weight"])
 
 
+@pytest.mark.parametrize("former", [None, "former"])
+def test_a_conversion_into_other_tensors_takes_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, former: str | None
+) -> None:
+    """Arrays of the interrupted one, under the former names, were in the committed checkpoint."""
+    monkeypatch.setattr(universal, "PART_NBYTES", 1_500_000)
+    weights = {f"w{number}": torch.full((700, 500), float(number)) for number in range(3)}
+    torch.save(weights, tmp_path / "a.pt")
+    write = universal.UniversalParts.write
+
+    def ended(parts: universal.UniversalParts, number: int, report: Any) -> None:
+        if number == 1:
+            raise CheckpointError("the machine went away")
+        write(parts, number, report)
+
+    rules = ["--rules", tmp_path / "rules.toml"]
+    write_rule(tmp_path, former or "w")
+    with monkeypatch.context() as patch:
+        patch.setattr(universal.UniversalParts, "write", ended)
+        with pytest.raises(CheckpointError, match="went away"):
+            convert(tmp_path / "a.pt", tmp_path / "universal", *(rules if former else ()))
+    interrupted = arrays_in(tmp_path / "universal")
+    assert interrupted == {f"model/{former or 'w'}0"}
+    write_rule(tmp_path, "x")
+    convert(tmp_path / "a.pt", tmp_path / "universal", *rules)
+    stored = StoredCheckpoint.open(str(tmp_path / "universal"))
+    assert set(stored.tensors) == {"model/x0", "model/x1", "model/x2"}
+    assert arrays_in(tmp_path / "universal" / stored.directory) == set(stored.tensors)
+
+
+def write_rule(directory: Path, name: str) -> None:
+    rule = f'[[rule]]\nmatch = "w{{number:int}}"\nrename = "{name}{{number}}"\n'
+    (directory / "rules.toml").write_text(rule)
+
+
+def arrays_in(directory: Path) -> set[str]:
+    """Return the arrays of the model that have chunks on the disk."""
+    return {f"model/{path.parent.name}" for path in directory.rglob("model/*/c.*")}
+
+
 class Clock(datetime):
     """Each time it is asked, a minute has passed."""
 
