@@ -43,9 +43,11 @@ _SAYING = (_REPLICATED, _AVERAGE, _ROW, _VOCABULARY, _TWO_PARTS, _PARTS, _AFFINE
 _AFFINE_VERSION = 1
 _RECORDED_WIDTHS_VERSION = 0.4
 
-# A pattern's characters that stand for any number of others, and what repeats a group of them.
-_UNBOUNDED = re.compile(r"(?<!\\)(?:[*+]|\{\d*,?\d*\})")
-_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+?{]")
+# What is escaped in a pattern, two backslashes too; then what stands for any number of characters,
+# and what repeats a group of them.
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_UNBOUNDED = re.compile(r"[*+]|\{\d*,?\d*\}")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
 _MOST_STEPS = 10**10
 
 
@@ -270,9 +272,10 @@ class UniversalInfo:
     def _is_match(self, pattern: object, name: str) -> bool:
         if not isinstance(pattern, str):
             raise damaged(self.location, f"{INFO} has patterns of names that are no text")
-        repeats = len(_UNBOUNDED.findall(pattern))
-        self._steps += (len(name) + 1) ** min(repeats, 8)
-        if _REPEATED_GROUP.search(pattern) or "(?" in pattern or self._steps > _MOST_STEPS:
+        plain = _ESCAPED.sub("x", pattern)
+        repeats = len(_UNBOUNDED.findall(plain))
+        self._steps += (len(name) + 1) ** min(repeats, 8) * _choices(plain)
+        if _REPEATED_GROUP.search(plain) or "(?" in plain or self._steps > _MOST_STEPS:
             raise FormatUnsupported(
                 f"{self.location}: {INFO}: matching {pattern[:80]!r} may take very long, so it is "
                 "not read; load it with the script that trained it, and save whole parameters"
@@ -289,6 +292,28 @@ def universal_info(location: str, content: Mapping[str, Any], ranks: int) -> Uni
     """Return what a module's file says of cuts; None if it says nothing."""
     info = mapping_of(content.get(INFO))
     return UniversalInfo(location, info, ranks) if any(info.get(key) for key in _SAYING) else None
+
+
+def _choices(plain: str) -> int:
+    """Return in how many ways a pattern can take its alternatives and options, or a larger number.
+
+    Args:
+        plain: the pattern without escaped characters.
+    """
+    ways = 1
+    alternatives = [1]
+    for character in plain:
+        if character == "(":
+            alternatives.append(1)
+        elif character == "|":
+            alternatives[-1] += 1
+        elif character == "?":
+            ways *= 2
+        elif character == ")" and len(alternatives) > 1:
+            ways *= alternatives.pop()
+        if ways > _MOST_STEPS:
+            return ways
+    return ways * math.prod(alternatives)
 
 
 def _half(shape: Shape) -> int:

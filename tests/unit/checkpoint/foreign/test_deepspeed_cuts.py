@@ -65,6 +65,17 @@ def test_patterns_match_at_the_beginning_as_deepspeeds_do() -> None:
     check(said, whole, [whole, whole], "1.norm")
 
 
+def test_patterns_with_groups_and_escaped_characters_are_read() -> None:
+    said = info(
+        parameter_with_row_parallelism_patterns=[
+            r"\d+\.(dense|out|proj)\.(weight|scale)s?", r"3\)\*\+\(x\\?"
+        ]
+    )  # fmt: skip
+    whole = numbers(4, 6)
+    for name in ("12.proj.weight", "0.dense.scales", "3)*+(x", "3)*+(x\\"):
+        check(said, whole, np.split(whole, 2, 1), name)
+
+
 def test_copies_that_are_averaged_are_said_to_be() -> None:
     joining = info(parameter_to_average_patterns=["norm"]).joining(
         "norm", [(3,), (3,)], is_buffer=False
@@ -204,6 +215,9 @@ def test_blocks_that_files_list_count_before_patterns() -> None:
         (info(tp_replicated_parameter_patterns=["(a+)+"]), "may take very long"),
         (info(tp_replicated_parameter_patterns=["(?P<a>b)"]), "may take very long"),
         (info(tp_replicated_parameter_patterns=[".*.*.*.*.*.*.*.*"]), "may take very long"),
+        (info(tp_replicated_parameter_patterns=[r"(a|aa|\\)*b"]), "may take very long"),
+        (info(tp_replicated_parameter_patterns=["a?" * 40 + "a" * 40]), "may take very long"),
+        (info(tp_replicated_parameter_patterns=["(a|aa)" * 40 + "b"]), "may take very long"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(said: UniversalInfo, message: str) -> None:
