@@ -25,7 +25,8 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
 
     Raises:
         CheckpointExists: there is such a file.
-        CheckpointError: it cannot be written, or the URL has a part that no storage has.
+        CheckpointError: it cannot be written, the URL has a part that no storage has, or the
+            package that writes to its object store is not installed.
     """
     parsed = parse_url(url)
     path = parsed.local_path
@@ -37,8 +38,8 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
                 os.fsync(file.fileno())
             verify(str(unfinished))
         return
+    system, remote = _file_system(url, parsed.scheme), f"{parsed.bucket}{parsed.path}"
     try:
-        system, remote = fsspec.filesystem(parsed.scheme), f"{parsed.bucket}{parsed.path}"
         if system.exists(remote):
             raise _exists(url)
         # What is written becomes visible when the upload is completed, at `close`.
@@ -56,6 +57,25 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
             raise
     except OSError as error:
         raise CheckpointError(f"{url} cannot be written: {error}") from error
+
+
+def _file_system(url: str, scheme: str) -> fsspec.AbstractFileSystem:
+    """Return fsspec's file system for a scheme.
+
+    Raises:
+        CheckpointError: there is none, or its package is not installed.
+    """
+    try:
+        return fsspec.filesystem(scheme)
+    except ImportError as error:
+        # What fsspec says names the package, such as gcsfs.
+        raise CheckpointError(
+            f"{url} cannot be written: {error}; or write to a disk, and copy the file"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{url} cannot be written: {error}; use a path, file://, s3:// or gs://"
+        ) from error
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import fsspec
@@ -47,6 +49,23 @@ def test_the_name_of_a_file_is_durable(tmp_path: Path, monkeypatch: pytest.Monke
     with new_file(str(tmp_path / "a")) as file:
         file.write(b"content")
     assert flushed == [(False, False), (True, True)]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("gs://b/x", r"gs://b/x cannot be written: .*install gcsfs .*; or write to a disk"),
+        ("unheard-of://b/x", r"unheard-of://b/x cannot be written: .*; use a path, file://, s3://"),
+    ],
+)
+def test_an_object_store_without_its_package_is_told_with_the_package(
+    monkeypatch: pytest.MonkeyPatch, url: str, message: str
+) -> None:
+    # As if it were not installed, for the import.
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.delitem(import_module("fsspec.registry")._registry, "gs", raising=False)
+    with pytest.raises(CheckpointError, match=message), new_file(url):
+        pass
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
