@@ -117,9 +117,16 @@ def nbytes_of_pieces(pieces: Iterable[Piece]) -> int:
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Return pieces with bytes that follow each other made one."""
     result: list[Piece] = []
+    # Made one when it is complete: thousands of values follow each other.
+    run: list[bytes] = []
     for piece in pieces:
-        if isinstance(piece, bytes) and result and isinstance(result[-1], bytes):
-            result[-1] += piece
-        elif isinstance(piece, bytes) or piece.nbytes:
+        if isinstance(piece, bytes):
+            run.append(piece)
+        elif piece.nbytes:
+            if run:
+                result.append(b"".join(run))
+                run = []
             result.append(piece)
+    if run:
+        result.append(b"".join(run))
     return tuple(result)
