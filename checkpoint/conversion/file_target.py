@@ -11,20 +11,28 @@ from typing import IO
 import fsspec
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
+from keepstep.checkpoint.layout.integers import ceil_div, round_up
 from keepstep.checkpoint.stored.urls import parse_url
+
+_MOST_PARTS = 9000
+"""Somewhat fewer than the 10,000 that S3 makes an object of."""
+_LEAST_PART_NBYTES = 50 * 2**20
 
 
 @contextmanager
-def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> Iterator[IO[bytes]]:
+def new_file(
+    url: str, verify: Callable[[str], None] = lambda written: None, *, nbytes: int
+) -> Iterator[IO[bytes]]:
     """Open a file that must not exist yet, to write it from beginning to end; durable at the end.
 
     Args:
         url: a path, `file://`, `s3://bucket/key` or `gs://bucket/key`.
         verify: called with the URL of what was written; raises if that is to be deleted. A disk's
             file has its name only after that.
+        nbytes: how many bytes will be written.
 
     Raises:
-        CheckpointExists: there is such a file.
+        CheckpointExists: there is such a file, or there is one when it is complete.
         CheckpointError: it cannot be written, the URL has a part that no storage has, or the
             package that writes to its object store is not installed.
     """
@@ -42,14 +50,21 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
     try:
         if system.exists(remote):
             raise _exists(url)
-        # What is written becomes visible when the upload is completed, at `close`.
-        file = system.open(remote, "wb")
+        # What is written becomes visible when the upload is completed, at `close`, which fails if
+        # another process has written meanwhile.
+        file = system.open(remote, "xb", block_size=_part_nbytes(nbytes))
         try:
             yield file
         except BaseException:
             file.discard()
             raise
-        file.close()
+        try:
+            file.close()
+        except OSError:
+            file.discard()
+            if system.exists(remote):
+                raise _exists(url) from None
+            raise
         try:
             verify(url)
         except BaseException:
@@ -57,6 +72,12 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
             raise
     except OSError as error:
         raise CheckpointError(f"{url} cannot be written: {error}") from error
+
+
+def _part_nbytes(nbytes: int) -> int:
+    """Return how many bytes to upload at once, so that an object has no more parts than it may."""
+    # Of Google Cloud Storage's uploads, too, parts are multiples of 256 KiB.
+    return max(_LEAST_PART_NBYTES, round_up(ceil_div(nbytes, _MOST_PARTS), 2**20))
 
 
 def _file_system(url: str, scheme: str) -> fsspec.AbstractFileSystem:

@@ -81,7 +81,7 @@ def write_file(url: str, pieces: Sequence[Piece], *, memory_nbytes: int, report:
                 f"{url} is not what was written; look at the disk, and convert again"
             )
 
-    with new_file(url, compare) as stream:
+    with new_file(url, compare, nbytes=nbytes_of_pieces(pieces)) as stream:
         for data in _blocks(pieces, memory_nbytes, report):
             stream.write(data)
             checksum = crc32c.crc32c(data, checksum)

@@ -109,7 +109,7 @@ def write_hugging_face(
             _write_file(source, f"{url}/{file_name}", shard, memory_nbytes, report)
     for file_name, content in contents.items():
         if file_name not in done:
-            with new_file(f"{url}/{file_name}") as file:
+            with new_file(f"{url}/{file_name}", nbytes=len(content)) as file:
                 file.write(content)
 
 
@@ -251,7 +251,7 @@ def _header(source: Source, names: Sequence[str]) -> tuple[list[str], bytes, int
 def _write_file(
     source: Source, url: str, names: Sequence[str], memory_nbytes: int, report: Report
 ) -> None:
-    ordered, header, _ = _header(source, names)
+    ordered, header, tensors_nbytes = _header(source, names)
     checksums: dict[str, int] = {}
 
     def compare(written: str) -> None:
@@ -262,7 +262,7 @@ def _write_file(
                 f"{url}: {tensor} is not what was written; look at the disk, and convert again"
             )
 
-    with new_file(url, compare) as file:
+    with new_file(url, compare, nbytes=len(header) + tensors_nbytes) as file:
         file.write(header)
         for name in ordered:
             checksum = 0

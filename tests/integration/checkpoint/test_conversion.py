@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import boto3
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -144,7 +145,7 @@ def test_a_disk_that_writes_something_else_is_found(
     new_file = file_target.new_file
 
     @contextmanager
-    def damaging(url: str, verify: Callable[[str], None]) -> Iterator[IO[bytes]]:
+    def damaging(url: str, verify: Callable[[str], None], *, nbytes: int) -> Iterator[IO[bytes]]:
         def verify_damaged(written: str) -> None:
             with open(written, "r+b") as file:
                 file.seek(-1, os.SEEK_END)
@@ -153,7 +154,7 @@ def test_a_disk_that_writes_something_else_is_found(
                 file.write(bytes([last ^ 1]))
             verify(written)
 
-        with new_file(url, verify_damaged) as file:
+        with new_file(url, verify_damaged, nbytes=nbytes) as file:
             yield file
 
     monkeypatch.setattr(safetensors_target, "new_file", damaging)
@@ -446,6 +447,38 @@ def test_an_optimizer_whose_parameters_become_one_must_treat_them_alike(tmp_path
         convert(
             tmp_path / "a.pt", tmp_path / "u", "--rules", "llama:hf:megatron", "--config", config
         )
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+def test_an_object_has_as_many_parts_as_its_size_needs(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """S3 allows 10,000 parts, and all were of 50 MiB: 500 GB were uploaded, and then refused."""
+    monkeypatch.setattr(file_target, "_LEAST_PART_NBYTES", 5 * 2**20)
+    monkeypatch.setattr(file_target, "_MOST_PARTS", 2)
+    torch.save({"w": torch.arange(6 * 2**20, dtype=torch.float32)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", f"{s3}/parts/{name}")
+    bucket = s3.removeprefix("s3://")
+    tag: str = boto3.client("s3").head_object(Bucket=bucket, Key=f"parts/{name}")["ETag"]
+    assert tag.strip('"').endswith("-2")
+
+
+@pytest.mark.parametrize("nbytes", [3, 11 * 2**20])
+def test_an_object_that_another_process_has_written_meanwhile_is_not_replaced(
+    s3: str, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(file_target, "_LEAST_PART_NBYTES", 5 * 2**20)
+    client, bucket, key = boto3.client("s3"), s3.removeprefix("s3://"), f"meanwhile/{nbytes}"
+
+    def write_as_another_process_does() -> None:
+        with file_target.new_file(f"{s3}/{key}", nbytes=nbytes) as file:
+            file.write(bytes(nbytes))
+            client.put_object(Bucket=bucket, Key=key, Body=b"of another process")
+
+    with pytest.raises(CheckpointExists, match=f"{key} exists, and is never overwritten"):
+        write_as_another_process_does()
+    assert client.get_object(Bucket=bucket, Key=key)["Body"].read() == b"of another process"
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
 
 
 def test_a_model_goes_through_s3_in_every_format(tmp_path: Path, s3: str) -> None:

@@ -115,7 +115,7 @@ def test_a_disk_that_writes_something_else_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def damaging(url: str, verify: Callable[[str], None]) -> Iterator[IO[bytes]]:
+    def damaging(url: str, verify: Callable[[str], None], *, nbytes: int) -> Iterator[IO[bytes]]:
         def verify_damaged(written: str) -> None:
             with open(written, "r+b") as file:
                 file.seek(1500)
@@ -124,7 +124,7 @@ def test_a_disk_that_writes_something_else_is_found(
                 file.write(bytes([first ^ 1]))
             verify(written)
 
-        with new_file(url, verify_damaged) as file:
+        with new_file(url, verify_damaged, nbytes=nbytes) as file:
             yield file
 
     monkeypatch.setattr(planned_folder, "new_file", damaging)

@@ -17,7 +17,7 @@ from keepstep.checkpoint.stored.urls import ParsedUrl, parse_url
 
 
 def write(url: str) -> None:
-    file: AbstractContextManager[object] = new_file(url)
+    file: AbstractContextManager[object] = new_file(url, nbytes=0)
     with file:
         pass
 
@@ -49,7 +49,7 @@ def test_a_url_with_a_part_that_no_storage_has_is_refused(
 @pytest.mark.parametrize("name", ["run#1", "run?1", "run%231", "a?b#c"])
 def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    with new_file(f"{path}/x.pt") as file:
+    with new_file(f"{path}/x.pt", nbytes=7) as file:
         file.write(b"content")
     assert (path / "x.pt").read_bytes() == b"content"
     assert list(open_storage(str(path)).names()) == ["x.pt"]
@@ -59,7 +59,7 @@ def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
 
 def test_escapes_are_decoded_in_urls_of_files(tmp_path: Path) -> None:
     (tmp_path / "run#1").mkdir()
-    with new_file(f"file://{tmp_path}/run%231/x.pt") as file:
+    with new_file(f"file://{tmp_path}/run%231/x.pt", nbytes=7) as file:
         file.write(b"content")
     assert (tmp_path / "run#1" / "x.pt").read_bytes() == b"content"
     assert open_files(f"file://localhost{tmp_path}/run%231/x.pt").read("x.pt") == b"content"
@@ -69,7 +69,7 @@ def test_escapes_are_decoded_in_urls_of_files(tmp_path: Path) -> None:
 def test_the_name_of_an_object_is_as_it_is_written() -> None:
     assert parse_url("s3://b/run%231/x") == ParsedUrl("s3", "b", "/run%231/x")
     url = "memory://urls/a%20c"
-    with new_file(url) as file:
+    with new_file(url, nbytes=7) as file:
         file.write(b"content")
     assert fsspec.filesystem("memory").cat("/urls/a%20c") == b"content"
     fsspec.filesystem("memory").rm("/urls/a%20c")
