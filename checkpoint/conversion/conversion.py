@@ -28,9 +28,8 @@ from keepstep.checkpoint.conversion.universal import (
 from keepstep.checkpoint.conversion.worker_messages import Start
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import FormatUnsupported
-from keepstep.checkpoint.foreign.contents import VALUES
-from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED, MASTERS
-from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, SCALARS, TIED
+from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED
+from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, MASTERS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import TensorSpec
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keepstep.checkpoint.conversion.selection import MODEL
-from keepstep.checkpoint.foreign.contents import VALUES
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import Tie, tie_of
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.layout.names import OPTIMIZER_PREFIX
 from keepstep.checkpoint.layout.source import Source
 

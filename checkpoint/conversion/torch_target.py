@@ -12,14 +12,14 @@ from typing import Any
 from keepstep.checkpoint.conversion.pieces_of_files import StoredTensor, Transposed, whole
 from keepstep.checkpoint.conversion.planned_folder import write_file
 from keepstep.checkpoint.conversion.selection import MODEL
+from keepstep.checkpoint.conversion.state_parts import parts_of, unknown_tie_lines
 from keepstep.checkpoint.conversion.torch_pieces import torch_pieces
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import tie_of
-from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.layout.source import Source
 
 _OPTIM = "optim"
-_VALUES = "values"
 
 Report = Callable[[int], None]
 
@@ -45,12 +45,7 @@ def write_torch(
 
 def torch_left_out(source: Source, *, only_model: bool) -> list[str]:
     """Return what of a checkpoint a file of `torch.save` does not have, each with the reason."""
-    document = source.documents.get(TIED, {})
-    lines = [
-        f"{MODEL}/{name}: what it is tied to is not in the model"
-        for name in document
-        if (tie := tie_of(document, f"{MODEL}/{name}")) is None or tie.key not in source.tensors
-    ]
+    lines = unknown_tie_lines(parts_of(source))
     if only_model and CONFIG in source.documents:
         lines.append(f"{CONFIG}: a state_dict has tensors alone")
     return lines
@@ -74,12 +69,12 @@ def _tree(source: Source, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]
         tree["optimizer"] = _optimizer(groups, tensors, source.documents.get(SCALARS, {}))
     tree["step"] = source.step
     carried = {id(tensor) for tensor in _leaves(tree)}
-    values: Mapping[str, Json] = source.documents.get(_VALUES, {})
+    values: Mapping[str, Json] = source.documents.get(VALUES, {})
     others = {key: tensor for key, tensor in tensors.items() if id(tensor) not in carried}
     documents = {
         name: content
         for name, content in source.documents.items()
-        if name not in (GROUPS, SCALARS, TIED, _VALUES)
+        if name not in (GROUPS, SCALARS, TIED, VALUES)
     }
     grouped = {name for group in groups for name in group["parameters"]}
     scalars = {

@@ -28,9 +28,6 @@ from keepstep.checkpoint.layout.boxes import Json
 DEEPSPEED = "deepspeed"
 """The document that has DeepSpeed's own settings, which say how training was configured."""
 
-MASTERS = "masters"
-"""The document that says which slot of the optimizer has a parameter in a wider data type."""
-
 MASTER_SLOT = "master_param"
 
 Shape = tuple[int, ...]

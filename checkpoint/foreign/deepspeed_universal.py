@@ -20,7 +20,6 @@ from keepstep.checkpoint.foreign.converted_arrays import ConvertedArray
 from keepstep.checkpoint.foreign.deepspeed_cuts import UniversalInfo, universal_info
 from keepstep.checkpoint.foreign.deepspeed_files import (
     MASTER_SLOT,
-    MASTERS,
     ModelFile,
     Shape,
     add_groups,
@@ -42,7 +41,7 @@ from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import TIED
+from keepstep.checkpoint.layout.documents import MASTERS, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 
 _SLOT = re.compile(r"zero/(.+)/([^/]+)\.pt")

@@ -31,7 +31,6 @@ from keepstep.checkpoint.foreign.converted_arrays import ConvertedArray
 from keepstep.checkpoint.foreign.deepspeed_cuts import INFO
 from keepstep.checkpoint.foreign.deepspeed_files import (
     MASTER_SLOT,
-    MASTERS,
     ModelFile,
     OptimizerFile,
     Shape,
@@ -45,6 +44,7 @@ from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.pieces import Piece, assembled, pieces_of_range
 from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.documents import MASTERS
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import TensorSpec
 

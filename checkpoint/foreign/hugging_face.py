@@ -16,9 +16,7 @@ from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.safetensors_file import read_safetensors
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Json
-
-CONFIG = "config"
-"""The document that has the folder's config.json."""
+from keepstep.checkpoint.layout.documents import CONFIG
 
 NOTES = "metadata"
 """Documents below this have the text that files of safetensors note by names, for each file."""
