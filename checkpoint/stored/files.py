@@ -37,6 +37,7 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
 )
 from keepstep.checkpoint.layout.integers import round_up
+from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
 
 _LARGE_NBYTES = 2**20
 # Size of one write past the page cache. Larger writes are no faster, and this one still fits a
@@ -201,7 +202,7 @@ class FileStorage:
 
     def probe_writable(self) -> None:
         """See `Storage.probe_writable`."""
-        name = f"probe-{uuid.uuid4().hex}"
+        name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
         self.write(name, [b"keepstep"])
         self.delete(name)
 

@@ -8,6 +8,7 @@ no manifest has named for some time, including what writers left when they died.
 from __future__ import annotations
 
 import math
+import re
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.object_names import (
     MANIFEST,
     NEWEST,
+    PROBE_PREFIX,
     REMOVED,
     ROOT,
     Attempt,
@@ -50,6 +52,12 @@ from keepstep.checkpoint.stored.zarr_metadata import array_metadata, required_fe
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
+# What writers of checkpoints leave of the objects that they write beside them. Other tools, and
+# conversions to a file, write beside them too.
+_LEFT_BESIDE = re.compile(
+    rf"(?:{re.escape(NEWEST)}|{re.escape(REMOVED)}|{PROBE_PREFIX}[0-9a-f]{{32}})"
+    r"\.[0-9a-f]{12}\.unfinished"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +160,7 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
                 grace_s=grace_s,
             )
             deleted += [directory] if has_deleted else []
-    beside = [name for name in unfinished if "/" not in name]
+    beside = [name for name in unfinished if _LEFT_BESIDE.fullmatch(name)]
     noted = [REMOVED] if REMOVED in names else []
 
     def delete_all(names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import tensorstore
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
 
 # About 20 seconds in all. The default of 32 retries would make a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
@@ -191,7 +192,7 @@ class ObjectStorage:
 
     def probe_writable(self) -> None:
         """See `Storage.probe_writable`."""
-        name = f"probe-{uuid.uuid4().hex}"
+        name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
         self.write(name, [b"keepstep"])
         self.delete(name)
 

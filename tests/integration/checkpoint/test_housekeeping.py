@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from keepstep import checkpoint
+from keepstep.checkpoint.conversion.file_target import new_file
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
 from keepstep.checkpoint.stored import housekeeping, steps
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
@@ -211,6 +213,52 @@ def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
     left.touch()
     assert collect_garbage(str(tmp_path), now=NOW_S, grace_s=0) == (left.name,)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda storage: storage.write(NEWEST, [b"half"]),
+        lambda storage: storage.write(REMOVED, [b"half"]),
+        lambda storage: storage.probe_writable(),
+    ],
+    ids=["newest", "note", "probe"],
+)
+def test_what_a_killed_writer_left_beside_the_checkpoints_has_a_name_that_is_collected(
+    tmp_path: Path, write: Callable[[Storage], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        # A process that is killed removes nothing.
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(open_storage(str(tmp_path)))
+    (left,) = tmp_path.iterdir()
+    assert collect_garbage(str(tmp_path), now=NOW_S, grace_s=0) == (left.name,)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("grace_s", [GRACE_S, 0])
+def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collected(
+    tmp_path: Path, grace_s: float
+) -> None:
+    checkpoint.save(str(tmp_path), STATE, step=1)
+    target = tmp_path / "x.pt"
+    with new_file(str(target)) as file:
+        file.write(b"half")
+        file.flush()
+        (unfinished,) = tmp_path.glob("x.pt.*.unfinished")
+        for hour in range(3):
+            assert (
+                collect_garbage(str(tmp_path), now=NOW_S + hour * 2 * GRACE_S, grace_s=grace_s)
+                == ()
+            )
+            assert unfinished.exists()
+        file.write(b" and half")
+    assert target.read_bytes() == b"half and half"
 
 
 def test_removal_does_not_list_the_other_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
