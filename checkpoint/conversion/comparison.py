@@ -5,17 +5,12 @@ from __future__ import annotations
 from keepstep.checkpoint.conversion.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.conversion.respelling import aliases_of
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.content_digest import DIGEST
-from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source
-from keepstep.checkpoint.stored.housekeeping import Difference, compare
+from keepstep.checkpoint.stored.housekeeping import Difference, compare, differing_documents
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.stored_json import encode
-from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 _BLOCK_NBYTES = 16 * 2**20
-_OF_ONE_SAVE = frozenset({PROVENANCE, DIGEST})
 
 
 def compare_any(first: Source, second: Source) -> Difference:
@@ -37,26 +32,17 @@ def compare_any(first: Source, second: Source) -> Difference:
             changed[key] = f"{old.dtype} {list(old.shape)} -> {new.dtype} {list(new.shape)}"
         elif not _is_equal(first, before[key], second, after[key]):
             changed[key] = "values"
-    names = sorted((first.documents.keys() | second.documents.keys()) - _OF_ONE_SAVE)
     return Difference(
         only_first=tuple(sorted(before.keys() - after.keys())),
         only_second=tuple(sorted(after.keys() - before.keys())),
         changed=changed,
-        documents=tuple(
-            name for name in sorted(names) if _text(first, name) != _text(second, name)
-        ),
+        documents=differing_documents(first.documents, second.documents),
     )
 
 
 def _keys_of(source: Source) -> dict[str, str]:
     """Return the keys under which tensors are known, and those that store them."""
     return {**{key: key for key in source.tensors}, **aliases_of(source)}
-
-
-def _text(source: Source, name: str) -> bytes:
-    """Return a document as text: NaN, the loss of a diverged run, does not equal itself."""
-    # A document without content says what its absence says.
-    return encode(to_strict_json(source.documents.get(name) or None))
 
 
 def _is_equal(first: Source, key: str, second: Source, other: str) -> bool:

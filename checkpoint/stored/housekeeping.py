@@ -25,7 +25,8 @@ from keepstep.checkpoint.errors import (
     CheckpointExists,
     CheckpointMissing,
 )
-from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.content_digest import DIGEST
 from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest
@@ -52,6 +53,9 @@ from keepstep.checkpoint.stored.zarr_metadata import array_metadata, required_fe
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
+# Of equal states each says for itself where it comes from, and has a digest that depends on whether
+# and by how many ranks one was taken.
+_OF_ONE_SAVE = frozenset({PROVENANCE, DIGEST})
 # What writers of checkpoints leave of the objects that they write beside them. Other tools, and
 # conversions to a file, write beside them too.
 _LEFT_BESIDE = re.compile(
@@ -407,7 +411,7 @@ class Difference:
     """The differences between two checkpoints.
 
     `changed` maps the tensors that both have, with other contents, to a description of the change;
-    `documents` are the names of documents that differ, other than the provenance.
+    `documents` are the names of documents that differ, other than the provenance and the digest.
     """
 
     only_first: tuple[str, ...]
@@ -430,21 +434,24 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
             changed[key] = f"{old.dtype} {list(old.shape)} -> {new.dtype} {list(new.shape)}"
         elif not _is_equal(key, first, second):
             changed[key] = "values"
-    # Of equal states each says for itself where it comes from.
-    names = (first.documents.keys() | second.documents.keys()) - {PROVENANCE}
-    # As JSON: NaN, the loss of a diverged run, does not equal itself.
-    documents = sorted(
-        name
-        for name in names
-        if encode(to_strict_json(first.documents.get(name)))
-        != encode(to_strict_json(second.documents.get(name)))
-    )
     return Difference(
         only_first=tuple(sorted(before.keys() - after.keys())),
         only_second=tuple(sorted(after.keys() - before.keys())),
         changed=changed,
-        documents=tuple(documents),
+        documents=differing_documents(first.documents, second.documents),
     )
+
+
+def differing_documents(first: Mapping[str, Json], second: Mapping[str, Json]) -> tuple[str, ...]:
+    """Return the sorted names of documents that differ, but for those that each save has anew."""
+
+    def text(documents: Mapping[str, Json], name: str) -> bytes:
+        # As JSON: NaN, the loss of a diverged run, does not equal itself. A document without
+        # content says what its absence says.
+        return encode(to_strict_json(documents.get(name) or None))
+
+    names = sorted((first.keys() | second.keys()) - _OF_ONE_SAVE)
+    return tuple(name for name in names if text(first, name) != text(second, name))
 
 
 def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bool:

@@ -6,6 +6,7 @@ What a stopped process would do is held until it continues: no test measures tim
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -32,10 +33,11 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
     StateChanged,
 )
-from keepstep.checkpoint.layout.content_digest import DIGEST
+from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.save_plan import plan_save
+from keepstep.checkpoint.stored.housekeeping import Difference, compare
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
 from tests.integration.checkpoint.tied import Tied, trained
@@ -108,6 +110,25 @@ def test_a_model_and_its_optimizer_are_saved_exactly(
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         assert_equal(dict(optimizer.state[old]), dict(fresh.state[new]))
     assert check_content(StoredCheckpoint.open(str(tmp_path)))
+
+
+def test_states_that_are_equal_do_not_differ_by_how_they_were_saved(
+    tmp_path: Path, saver: checkpoint.Saver
+) -> None:
+    """A background save has a digest, which depends on its chunks and so on the ranks."""
+    values = {**state(1.0), "loss": math.nan}
+    checkpoint.save(str(tmp_path), values, step=1)
+    saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
+    blocking, background = (StoredCheckpoint.open(str(tmp_path), step) for step in (1, 2))
+    assert background.documents.keys() - blocking.documents.keys() == {DIGEST}
+    assert compare(blocking, background) == Difference((), (), {}, ())
+    documents = background.documents
+    of_other_ranks = replace(background, documents={**documents, DIGEST: digest_document(1)})
+    with_empty = replace(background, documents={**documents, "config": {}})
+    for other in (of_other_ranks, with_empty):
+        assert compare(background, other).documents == ()
+    with_another_loss = replace(background, documents={**documents, "values": {"loss": 1.0}})
+    assert compare(background, with_another_loss).documents == ("values",)
 
 
 def test_save_returns_before_anything_is_written_and_later_writes_do_not_show(
