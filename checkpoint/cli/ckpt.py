@@ -42,7 +42,7 @@ from keepstep.checkpoint.stored.housekeeping import (
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps, missing
+from keepstep.checkpoint.stored.steps import is_committed, list_steps, missing
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")
@@ -87,6 +87,9 @@ def ls(url: str, form: str | None, as_json: bool) -> None:
     for stored in list_steps(url):
         try:
             summaries.append(summarize(StoredCheckpoint.open(url, stored.step, stored.generation)))
+        except CheckpointMissing:
+            # Another process has removed it since it was listed.
+            continue
         except CheckpointDamaged as error:
             damaged[stored.directory] = str(error)
         except CheckpointTooNew as error:
@@ -223,6 +226,8 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint and check it. Exit status 1 if one is damaged or too new.
 
+    What is removed meanwhile is left out of --all.
+
     Of another tool's checkpoint, that is compared which has checksums: how much is said. Whether
     its files agree with each other, and with its tensors' shapes, is checked of any.
     """
@@ -235,15 +240,13 @@ def verify(
         verify_others(other, everything=everything, as_json=as_json)
         return
     results: dict[str, str | None] = {}
-    wanted = (
-        [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
-    )
-    if not wanted:
-        raise missing(url, None)
-    for wanted_step, wanted_generation in wanted:
-        name = "the newest" if wanted_step is None else f"step {wanted_step}"
+    listed: Sequence[StoredStep | None] = list_steps(url) if everything else (None,)
+    for stored in listed:
+        name = "the newest" if step is None else f"step {step}"
+        if stored is not None:
+            step, generation, name = stored.step, stored.generation, stored.directory
         try:
-            source = StoredCheckpoint.open(url, wanted_step, wanted_generation)
+            source = StoredCheckpoint.open(url, step, generation)
             name = source.stored.directory
             with progress(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json
@@ -252,10 +255,17 @@ def verify(
             if content and not check_content(source):
                 Console(stderr=True).print(f"{name}: it has no digest of its content")
             results[name] = None
-        except (CheckpointDamaged, CheckpointTooNew) as error:
+        except (CheckpointMissing, CheckpointDamaged, CheckpointTooNew) as error:
+            if stored is not None and not is_committed(url, stored):
+                # Another process has removed it since it was listed.
+                continue
+            if isinstance(error, CheckpointMissing):
+                raise
             results[name] = str(error)
         if not as_json:
             echo(f"{name}: {results[name] or 'intact'}")
+    if not results:
+        raise missing(url, None)
     if as_json:
         print_json({"checkpoints": results})
     if any(results.values()):

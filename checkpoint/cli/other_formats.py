@@ -20,6 +20,7 @@ from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import (
     NamedForeign,
     all_foreign,
+    files_of,
     format_before,
     found_foreign,
     locate_foreign,
@@ -73,8 +74,9 @@ def list_others(named: NamedForeign, *, as_json: bool) -> None:
     for found in _all(named):
         try:
             opened.append((found, open_located(named.url, found)))
-        except CheckpointDamaged as error:
-            damaged[_name(found)] = str(error)
+        except (CheckpointDamaged, CheckpointMissing) as error:
+            if not _is_removed(named.url, found):
+                damaged[_name(found)] = str(error)
         except FormatUnsupported as error:
             unsupported[_name(found)] = str(error)
     if as_json:
@@ -161,14 +163,18 @@ def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
 
 
 def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> None:
-    """Read every byte of checkpoints of other tools; exit status 1 if one is damaged.
+    """Read every byte of checkpoints of other tools; exit status 1 if one is damaged or not read.
 
     Args:
         named: where they are.
         everything: all that are there, and not only the one that is opened.
         as_json: print JSON.
+
+    Raises:
+        CheckpointMissing: there is none.
     """
     results: dict[str, str | None] = {}
+    unsupported: dict[str, str] = {}
     checked: dict[str, object] = {}
     wanted = _all(named) if everything else (locate_foreign(named.url, named.form),)
     for found in wanted:
@@ -186,19 +192,34 @@ def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> No
                 "left_out": verified.left_out,
             }
             line = verified.line()
-        except CheckpointDamaged as error:
+        except (CheckpointDamaged, CheckpointMissing) as error:
+            if _is_removed(named.url, found):
+                continue
             results[name] = line = str(error)
+        except FormatUnsupported as error:
+            unsupported[name] = str(error)
+            line = f"not read: {error}"
         if not as_json:
             echo(f"{name}: {line}")
+    if not results and not unsupported:
+        raise CheckpointMissing(f"there is no checkpoint at {named.url}")
     if as_json:
-        print_json({"checkpoints": results, "checked": checked})
-    if any(results.values()):
+        print_json({"checkpoints": results, "checked": checked, "unsupported": unsupported})
+    if unsupported or any(results.values()):
         sys.exit(1)
 
 
 def _all(named: NamedForeign) -> Sequence[Recognized]:
     found = [each for each in all_foreign(named.url) if named.form in (None, each.format)]
     return found or [locate_foreign(named.url, named.form)]
+
+
+def _is_removed(url: str, found: Recognized) -> bool:
+    """Return whether nothing is left of a checkpoint: another process has removed it."""
+    try:
+        return not files_of(url, found).names
+    except CheckpointMissing:
+        return True
 
 
 def _name(found: Recognized) -> str:

@@ -30,6 +30,11 @@ def newest(url: str) -> StoredStep | None:
     return next(iter(_steps_after(storage, "")), None)
 
 
+def is_committed(url: str, stored: StoredStep) -> bool:
+    """Return whether there is this checkpoint at a URL: it has a manifest."""
+    return open_storage(url).exists(f"{stored.directory}/{MANIFEST}")
+
+
 def _steps_after(storage: Storage, directory: str) -> tuple[StoredStep, ...]:
     """Return the committed checkpoints whose directories come after this name, newest first."""
     parsed = map(StoredStep.parse, storage.directories_with(MANIFEST, after=directory))

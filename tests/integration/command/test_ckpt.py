@@ -13,8 +13,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from keepstep import checkpoint
+from keepstep.checkpoint.cli import ckpt as ckpt_module
+from keepstep.checkpoint.stored.housekeeping import collect_garbage, remove
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.elastic.cli.main import main
 
 
@@ -91,6 +94,39 @@ def test_a_checkpoint_of_a_newer_release_is_listed_as_such_beside_the_others(run
     done = keepstep("verify", run7, "--all")
     assert done.exit_code == 1
     assert done.output.count("intact") == 4
+
+
+def test_a_checkpoint_that_is_removed_after_it_was_listed_is_skipped(
+    run7: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def list_then_remove(url: str) -> tuple[StoredStep, ...]:
+        listed = list_steps(url)
+        remove(url, listed[1], now=0.0)
+        return listed
+
+    monkeypatch.setattr(ckpt_module, "list_steps", list_then_remove)
+    assert steps(run7) == [50, 30, 20, 10]
+    verified = json_of("verify", run7, "--all")["checkpoints"]
+    assert verified == {StoredStep(step, 0).directory: None for step in (50, 20, 10)}
+    lines = keepstep("ls", run7).output.splitlines()
+    assert [line.split()[0] for line in lines if "kB" in line or "MB" in line] == ["50", "10"]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_verified_is_not_damaged(
+    run7: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = StoredCheckpoint.verify
+
+    def remove_then_verify(source: StoredCheckpoint, *arguments: Any) -> None:
+        if source.step == 30:
+            remove(str(run7), source.stored, now=0.0)
+            assert collect_garbage(str(run7), now=0.0, grace_s=0) == (source.directory,)
+        verify(source, *arguments)
+
+    monkeypatch.setattr(StoredCheckpoint, "verify", remove_then_verify)
+    verified = json_of("verify", run7, "--all")["checkpoints"]
+    assert verified == {StoredStep(step, 0).directory: None for step in (50, 40, 20, 10)}
+    assert keepstep("verify", run7, "--step", 30).exit_code == 1
 
 
 def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+from keepstep.checkpoint.cli import other_formats
+from keepstep.checkpoint.foreign.recognition import Recognized
 from keepstep.elastic.cli.main import main
 
 DEEPSPEED = Path(__file__).parents[2] / "foreign_fixtures" / "deepspeed"
@@ -126,11 +129,7 @@ def test_checksums_that_were_not_computed_are_not_compared(tmp_path: Path) -> No
 
 
 def test_all_checkpoints_of_a_folder_are_listed_and_verified(tmp_path: Path) -> None:
-    for step in (5, 10):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        save_file({"w": torch.full((3,), float(step))}, folder / "model.safetensors")
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    trainer_folders(tmp_path, 5, 10)
     listed = json_of("ls", tmp_path)["checkpoints"]
     assert [(each["directory"], each["step"]) for each in listed] == [
         ("checkpoint-10/", 10), ("checkpoint-5/", 5)
@@ -140,6 +139,56 @@ def test_all_checkpoints_of_a_folder_are_listed_and_verified(tmp_path: Path) -> 
     assert list(json_of("ls", tmp_path)["damaged"]) == ["checkpoint-5"]
     results = json_of("verify", tmp_path, "--all", status=1)["checkpoints"]
     assert [name for name, error in results.items() if error] == ["checkpoint-5"]
+
+
+def trainer_folders(root: Path, *steps: int) -> list[Path]:
+    folders = [root / f"checkpoint-{step}" for step in steps]
+    for folder, step in zip(folders, steps, strict=True):
+        folder.mkdir()
+        save_file({"w": torch.full((3,), float(step))}, folder / "model.safetensors")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folders
+
+
+def test_what_cannot_be_read_or_lacks_a_file_does_not_end_the_verification_of_the_others(
+    tmp_path: Path,
+) -> None:
+    unsupported, _, incomplete = trainer_folders(tmp_path, 15, 10, 5)
+    for folder in (unsupported, incomplete):
+        (folder / "model.safetensors").unlink()
+    (unsupported / "pytorch_model.bin").write_bytes(b"no file of torch.save")
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (incomplete / "model.safetensors.index.json").write_text(json.dumps(index))
+    verified = json_of("verify", tmp_path, "--all", status=1)
+    assert verified["checkpoints"].keys() == {"checkpoint-10", "checkpoint-5"}
+    assert verified["checkpoints"]["checkpoint-10"] is None
+    assert "copy all of its files" in verified["checkpoints"]["checkpoint-5"]
+    assert list(verified["unsupported"]) == ["checkpoint-15"]
+    listed = json_of("ls", tmp_path)
+    assert [each["directory"] for each in listed["checkpoints"]] == ["checkpoint-10/"]
+    assert list(listed["unsupported"]) == ["checkpoint-15"]
+    assert list(listed["damaged"]) == ["checkpoint-5"]
+    assert "checkpoint-15: not read: " in keepstep("verify", tmp_path, "--all").output
+
+
+def test_a_folder_that_is_removed_after_it_was_listed_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = trainer_folders(tmp_path, 10, 5)
+
+    def all_foreign(url: str) -> tuple[Recognized, ...]:
+        found = original(url)
+        shutil.rmtree(tmp_path / found[-1].directory)
+        return found
+
+    original = other_formats.all_foreign
+    monkeypatch.setattr(other_formats, "all_foreign", all_foreign)
+    verified = json_of("verify", tmp_path, "--all")
+    assert verified["checkpoints"] == {first.name: None}
+    assert not second.exists()
+    # The one that is left is now removed before it is opened.
+    listed = json_of("ls", tmp_path, status=1)
+    assert listed == {"checkpoints": [], "damaged": {}, "unsupported": {}}
 
 
 def test_diff_compares_different_formats_by_values(tmp_path: Path) -> None:
