@@ -19,7 +19,11 @@ def newest(url: str) -> StoredStep | None:
     Its cost does not grow with what else is stored there, as that of `list_steps` does: writers
     note what they have committed, and only what comes after it is listed.
     """
-    storage = open_storage(url)
+    return newest_in(open_storage(url))
+
+
+def newest_in(storage: Storage) -> StoredStep | None:
+    """Return the newest committed checkpoint in a storage, as `newest` does."""
     noted = noted_newest(storage)
     if noted is not None:
         later = _steps_after(storage, noted.directory)

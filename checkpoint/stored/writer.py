@@ -56,6 +56,7 @@ from keepstep.checkpoint.stored.object_names import (
     part_name,
 )
 from keepstep.checkpoint.stored.pruning import Note
+from keepstep.checkpoint.stored.steps import newest_in
 from keepstep.checkpoint.stored.storage import Storage
 from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json
@@ -281,23 +282,20 @@ def manifest_of(
 
 
 def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
-    """Return the objects that the writer of this name wrote of the newest other checkpoint.
+    """Return the objects that the writer of this name wrote of the newest checkpoint.
 
-    Each object is mapped to its path. The result is empty if the storage does not support links.
+    Each object is mapped to its path. The result is empty if the storage does not support links, or
+    another attempt has committed this step.
     """
     if not storage.supports_links:
         return {}
-    others = [
-        stored
-        for stored in map(StoredStep.parse, storage.directories_with(MANIFEST))
-        if stored is not None and stored != step
-    ]
-    if not others:
+    # Found without a look at all checkpoints: every writer of every checkpoint comes here.
+    previous = newest_in(storage)
+    if previous is None or previous == step:
         return {}
-    newest = max(others, key=lambda stored: (stored.step, stored.generation))
-    where = f"{storage.url}/{newest.directory}"
+    where = f"{storage.url}/{previous.directory}"
     try:
-        manifest = storage.read(f"{newest.directory}/{MANIFEST}")
+        manifest = storage.read(f"{previous.directory}/{MANIFEST}")
         directory = Manifest.decode(manifest, f"{where}/{MANIFEST}").directory
         listing = decode_part(storage.read(f"{directory}/{part_name(name)}"), f"{where}/")
     except CheckpointError:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.object_names import StoredStep
+from keepstep.checkpoint.stored import files
+from keepstep.checkpoint.stored.object_names import MANIFEST, StoredStep
 
 
 def test_frozen_weights_are_linked_and_survive_the_removal_of_older_checkpoints(
@@ -42,3 +44,36 @@ def test_a_chunk_that_is_damaged_in_the_last_checkpoint_is_written_again(tmp_pat
     into = {"frozen": torch.zeros(600, 1000)}
     checkpoint.load(str(tmp_path), into, step=2)
     assert torch.equal(into["frozen"], frozen)
+
+
+def looks_of_a_save(root: Path, old_steps: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many files a save looks for where so many older steps are stored."""
+    frozen = torch.randn(600, 1000)
+    for step in range(old_steps):
+        (root / StoredStep(step, 0).directory).mkdir(parents=True)
+        (root / StoredStep(step, 0).directory / MANIFEST).write_bytes(b"{}")
+    checkpoint.save(str(root), {"frozen": frozen}, step=1000)
+    looks: list[Path] = []
+    mode = files._mode
+
+    def look(path: Path) -> int:
+        looks.append(path)
+        return mode(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_mode", look)
+        checkpoint.save(str(root), {"frozen": frozen}, step=1001)
+    inodes = {chunk.stat().st_ino for chunk in root.glob("step-*/*/frozen/c.*")}
+    assert len(inodes) == 1, "the newest checkpoint was not found"
+    return len(looks)
+
+
+def test_a_save_looks_at_the_newest_checkpoint_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writer does, so that a look at all would grow with the history and the ranks."""
+    few, many = (
+        looks_of_a_save(tmp_path / str(old_steps), old_steps, monkeypatch)
+        for old_steps in (10, 200)
+    )
+    assert few == many > 0
