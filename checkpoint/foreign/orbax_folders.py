@@ -36,7 +36,6 @@ _NUMBERED = re.compile(r"(?:.*_)?(\d{1,18})")
 _SAVED_ALONE = "orbax.checkpoint"
 _PARAMETERS = ("params", "model")
 _STEPS = ("step", "global_step")
-_DEFAULT_ITEM = "default"
 _ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _SCALAR = "scalar"
 _STRING = "string"

@@ -29,16 +29,3 @@ def group_nodes(domains: Sequence[str], size: int, parity: int) -> tuple[int, ..
     order = sorted(range(nodes), key=lambda n: (-domain_sizes[domains[n]], domains[n], n))
     groups = {node: turn % count for turn, node in enumerate(order)}
     return tuple(groups[node] for node in range(nodes))
-
-
-def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
-    """Return the largest number of nodes that one group loses when one domain fails.
-
-    Args:
-        domains: each node's failure domain, as for `group_nodes`.
-        groups: each node's group.
-    """
-    nodes_per_group_and_domain = Counter(
-        (group, domain or n) for n, (domain, group) in enumerate(zip(domains, groups, strict=True))
-    )
-    return max(nodes_per_group_and_domain.values(), default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.parity.erasure import Combination, parity_rows, rebuilding_row
-from keepstep.checkpoint.parity.groups import group_nodes, worst_loss
+from keepstep.checkpoint.parity.groups import group_nodes
 from keepstep.checkpoint.parity.stripes import Stripes, plan_rebuilding
 
 Bytes = npt.NDArray[np.uint8]
@@ -164,6 +164,14 @@ def test_any_range_of_any_lost_node_is_rebuilt(stripes: Stripes, draw: st.DataOb
 def test_more_losses_than_parity_are_refused() -> None:
     with pytest.raises(ValueError, match="2 nodes of a group are lost, 1 can be rebuilt"):
         plan_rebuilding(Stripes(4, 1), {0, 2}, 0, 1000, 0, 10)
+
+
+def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
+    """Return the largest number of nodes that one group loses when one domain fails."""
+    nodes_per_group_and_domain = Counter(
+        (group, domain or n) for n, (domain, group) in enumerate(zip(domains, groups, strict=True))
+    )
+    return max(nodes_per_group_and_domain.values(), default=0)
 
 
 @settings(deadline=None)
