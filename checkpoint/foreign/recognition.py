@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -101,8 +102,9 @@ def recognize(names: Sequence[str], head: Head, step: int | None = None) -> Reco
         form = _format_of_file(names[0], head)
         if form is not None:
             return Recognized(form, "", names[0])
-    for directory in _directories(names, head, step):
-        form = _format_at(directory, names, head)
+    inside = _names_by_directory(names)
+    for directory in _directories(inside, head, step):
+        form = _format_at(directory, inside[directory], head)
         if form is not None:
             return Recognized(form, directory)
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
@@ -125,24 +127,33 @@ def recognize_all(names: Sequence[str], head: Head) -> tuple[Recognized, ...]:
     """
     if len(names) == 1 and (form := _format_of_file(names[0], head)) is not None:
         return (Recognized(form, "", names[0]),)
-    directories = dict.fromkeys(_directories(names, head, None))
-    forms = ((directory, _format_at(directory, names, head)) for directory in directories)
+    inside = _names_by_directory(names)
+    directories = dict.fromkeys(_directories(inside, head, None))
+    forms = ((each, _format_at(each, inside[each], head)) for each in directories)
     return tuple(Recognized(form, directory) for directory, form in forms if form is not None)
 
 
-def _directories(names: Sequence[str], head: Head, step: int | None) -> Iterator[str]:
+def _names_by_directory(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the directories in which a checkpoint may be, and the names inside each."""
+    # In one pass: a run may have thousands of directories of thousands of files.
+    inside: dict[str, list[str]] = defaultdict(list, {"": list(names)})
+    for name in names:
+        first, separator, rest = name.partition("/")
+        if separator:
+            inside[f"{first}/"].append(rest)
+        second, separator, rest = rest.partition("/")
+        if separator and first == "checkpoint":
+            inside[f"checkpoint/{second}/"].append(rest)
+    return inside
+
+
+def _directories(
+    inside: Mapping[str, Sequence[str]], head: Head, step: int | None
+) -> Iterator[str]:
     """Yield where a checkpoint may be, the likeliest first."""
-    known = set(names)
-    directories = {name[: name.index("/") + 1] for name in names if "/" in name}
-    if "checkpoint/" in directories:
-        inner = {
-            name[: name.index("/", len("checkpoint/")) + 1]
-            for name in names
-            if name.startswith("checkpoint/") and name.count("/") > 1
-        }
-        directories |= inner
+    known = set(inside[""])
     numbered = []
-    for directory in directories:
+    for directory in inside:
         match = _NUMBERED.fullmatch(directory.rstrip("/").rpartition("/")[2])
         if match:
             numbered.append((int(match[1]), directory))
@@ -152,15 +163,20 @@ def _directories(names: Sequence[str], head: Head, step: int | None) -> Iterator
         if pointer in known:
             content = head(pointer, _POINTER_NBYTES)[0].decode(errors="replace").strip()
             named = f"iter_{int(content):07d}" if re.fullmatch(r"\d{1,9}", content) else content
-            if f"{named}/" in directories:
+            if f"{named}/" in inside:
                 yield f"{named}/"
     for _, directory in sorted(numbered, reverse=True):
         yield directory
 
 
-def _format_at(directory: str, names: Sequence[str], head: Head) -> Format | None:
-    """Return the format of the checkpoint in a directory, or None if there is none."""
-    inside = [name[len(directory) :] for name in names if name.startswith(directory)]
+def _format_at(directory: str, inside: Sequence[str], head: Head) -> Format | None:
+    """Return the format of the checkpoint in a directory, or None if there is none.
+
+    Args:
+        directory: the directory.
+        inside: the names of the files inside, relative to it.
+        head: as for `recognize`.
+    """
     known = set(inside)
     if "metadata.json" in known and _is_megatron(
         head(f"{directory}metadata.json", _POINTER_NBYTES)[0]

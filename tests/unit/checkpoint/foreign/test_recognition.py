@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from keepstep.checkpoint.errors import FormatUnsupported
-from keepstep.checkpoint.foreign.recognition import Format, recognize
+from keepstep.checkpoint.foreign.recognition import Format, recognize, recognize_all
 
 ZIP = b"PK\x03\x04 archive/data.pkl"
 DEEPSPEED_1 = [
@@ -99,3 +101,25 @@ def test_a_step_is_chosen_by_the_number_of_its_directory() -> None:
 def test_what_is_looked_for_is_told(names: list[str], contents: dict[str, bytes]) -> None:
     with pytest.raises(FormatUnsupported, match=r"no checkpoint was recognized.*\(DCP\)"):
         recognize(names, lambda name, n: (contents.get(name, b"")[:n], 0))
+
+
+class CountedNames(list[str]):
+    """Names that count how often all of them are gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_names_are_gone_through_as_often_however_many_checkpoints_there_are() -> None:
+    """A run may have thousands of folders: to filter all names for each would take hours."""
+    passes = []
+    for count in (3, 200):
+        directories = [f"checkpoint-{number}/" for number in range(count)]
+        names = CountedNames(f"{directory}{name}" for directory in directories for name in TRAINER)
+        found = recognize_all(names, lambda name, n: (b"", 0))
+        assert [each.directory for each in found] == directories[::-1]
+        passes.append(names.passes)
+    assert passes[0] == passes[1] > 0
