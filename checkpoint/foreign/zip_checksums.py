@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -43,22 +44,24 @@ def check_zip(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
     """
     entries = _entries(extent)
     position = checked = 0
-    pending = [entry for entry in entries if entry.checksum]
+    # They are in the order of their bytes, and share none: each piece completes the first of them.
+    pending = deque(entry for entry in entries if entry.checksum)
     for data in pieces_of(extent):
         stop = position + data.nbytes
-        for entry in pending:
-            if entry.start >= stop:
-                break
+        while pending and pending[0].start < stop:
+            entry = pending[0]
             first = max(entry.start, position) - position
             entry.found = zlib.crc32(data[first : entry.stop - position], entry.found)
-            if entry.stop <= stop and entry.found != entry.checksum:
+            if entry.stop > stop:
+                break
+            if entry.found != entry.checksum:
                 raise damaged(
                     extent.location,
                     f"the {entry.stop - entry.start} bytes of {entry.name} do not match their "
                     "checksum",
                 )
-        checked += sum(entry.stop - entry.start for entry in pending if entry.stop <= stop)
-        pending = [entry for entry in pending if entry.stop > stop]
+            checked += entry.stop - entry.start
+            pending.popleft()
         position = stop
         report(data.nbytes)
     return CheckedBytes(extent.nbytes, checked)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.foreign import zip_checksums
 from keepstep.checkpoint.foreign.zip_checksums import CheckedBytes, check_zip
 from tests.unit.checkpoint.foreign.written import extent_of
 
@@ -63,3 +64,34 @@ def test_entries_beside_each_other_are_checked(tmp_path: Path) -> None:
     content = file.getvalue()
     extent = extent_of(tmp_path, content)
     assert check_zip(extent, nothing) == CheckedBytes(len(content), 3 * len(CONTENT))
+
+
+class CountedEntry(zip_checksums._Entry):
+    """An entry that counts how often its attributes are read."""
+
+    __slots__ = ()
+    reads = 0
+
+    def __getattribute__(self, name: str) -> object:
+        CountedEntry.reads += 1
+        return super().__getattribute__(name)
+
+
+def test_each_piece_looks_at_its_own_entries_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for number in range(500):
+            archive.writestr(f"{number}", CONTENT)
+    content = file.getvalue()
+    monkeypatch.setattr(zip_checksums, "_READ_NBYTES", 16)
+    monkeypatch.setattr(zip_checksums, "_Entry", CountedEntry)
+    extent = extent_of(tmp_path, content)
+    assert check_zip(extent, nothing) == CheckedBytes(len(content), 500 * len(CONTENT))
+    pieces = len(content) // 16
+    assert 500 < CountedEntry.reads < 10 * (pieces + 500)
+    damage = bytearray(content)
+    damage[content.index(CONTENT, len(content) // 2) + 20] ^= 1
+    with pytest.raises(CheckpointDamaged, match=r"the 27 bytes of .* do not match their checksum"):
+        check_zip(extent_of(tmp_path, bytes(damage)), nothing)
