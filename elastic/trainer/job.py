@@ -201,8 +201,8 @@ class Job:
 
         Raises:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel
-                size, what has no length is given without `steps`, or the job resumes within a pass
-                that had another dataset length or global batch.
+                size, what has no length is given without `steps`, the pass before is not over, or
+                the job resumes within a pass that had another dataset length or global batch.
         """
         data = DataPass(
             self._passes.count,
@@ -218,7 +218,16 @@ class Job:
             workers=workers,
             loader_options=loader_options,
         )
-        data.check_continues(self._state.position)
+        position = self._state.position
+        if position.batch < data.begin:
+            # Nothing restores this: an earlier pass is returned to within a loop, or by a new
+            # process.
+            raise UsageError(
+                f"job.batches was called while {data.begin - position.batch} global batches of the "
+                "pass before are left: its loop is still running, or was left early, as by `break`;"
+                " read one pass at a time, and end it early by job.stop()"
+            )
+        data.check_continues(position)
         self._passes.begin(data)
         try:
             yield from self._batches_of(data)

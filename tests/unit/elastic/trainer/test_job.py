@@ -581,6 +581,48 @@ def test_job_that_is_started_again_with_another_global_batch_is_refused(
             next(job.batches(SAMPLES, 2))
 
 
+def test_pass_that_begins_before_the_last_one_is_over_is_refused(running: Running) -> None:
+    """It began the script anew, which came to the same place again, without an end."""
+    with running.job as job:
+        for _ in batches(job):
+            with pytest.raises(UsageError, match=f"{8 - job.steps} global batches of the pass"):
+                next(batches(job))
+            assert running.step().completed
+            if job.steps == 2:
+                break
+        with pytest.raises(UsageError, match=r"6 global batches.*end it early by job\.stop\(\)"):
+            next(batches(job))
+
+
+def test_pass_whose_last_step_was_completed_before_a_break_is_over(running: Running) -> None:
+    with running.job as job:
+        for _ in range(2):
+            for _ in batches(job):
+                assert running.step().completed
+                if job.steps % len(SAMPLES) == 0:
+                    break
+        assert job.steps == 2 * len(SAMPLES)
+
+
+def test_script_whose_state_is_of_an_earlier_pass_begins_anew(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = Resumed(Position(3, 3), "memory")
+
+    def train_two_passes() -> None:
+        for _ in range(2):
+            for _ in batches(running.job):
+                if running.job.steps == len(SAMPLES):
+                    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: resumed)
+                    with running.job.guard():
+                        raise PEER_LOST
+                else:
+                    assert running.step().completed
+
+    with pytest.raises(Replaced, match="in an earlier pass over the data"), running.job:
+        train_two_passes()
+
+
 def read_shard(shard: int, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
     return ((SAMPLES[place], place + 1) for place in range(offset, len(SAMPLES)))
 
