@@ -1,7 +1,9 @@
 """Seeds what datasets draw at random by the sample's number in the job.
 
 An augmentation then depends neither on the number of ranks and loader processes nor on where a run
-resumed, and takes nothing from the generators that belong to the training state.
+resumed, and takes nothing from the generators that belong to the training state. A dataset that
+reads several samples at once, by a `__getitems__` of its own, is seeded once for each share that a
+rank reads of a batch: what it draws depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.data import Subset
 
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.datasets import Dataset
@@ -54,8 +57,16 @@ class SeededBatches(SeededSamples[T]):
 
 def seeded(dataset: Dataset[T], seed: int) -> SeededSamples[T]:
     """Return a dataset whose samples have seeds of their own, made from `seed`."""
-    reads_several = callable(getattr(dataset, "__getitems__", None))
+    reads_several = _reads_several(dataset)
     return SeededBatches(dataset, seed) if reads_several else SeededSamples(dataset, seed)
+
+
+def _reads_several(dataset: Any) -> bool:
+    """Whether a dataset has a way of its own to read several samples at once."""
+    # A subset has `__getitems__` whatever it is made of, and may only read one after another.
+    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def seed_generators(seed: int) -> None:

@@ -172,9 +172,10 @@ class Job:
         """Yield this rank's share of each global batch.
 
         Samples, their order and what is drawn at random to make them are the same for any world
-        size. After a recovery the iterator continues at the restored position. Each call is one
-        pass with an order of its own; in a script that calls it once per epoch, passes that were
-        completed before a restart yield nothing.
+        size; what a dataset with `__getitems__` draws is so for the same world size only. After a
+        recovery the iterator continues at the restored position. Each call is one pass with an
+        order of its own; in a script that calls it once per epoch, passes that were completed
+        before a restart yield nothing.
 
         Args:
             dataset: an object with `len` and indexing by int; a source that is read in partitions

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from keepstep.elastic.data.batches import Batches
 from keepstep.elastic.data.order import DataOrder
@@ -88,6 +89,31 @@ def test_samples_read_in_groups_are_drawn_alike_for_the_same_number_of_ranks() -
     undisturbed = read(dataset=AugmentedInGroups(), world_size=2)
     resumed = read(dataset=AugmentedInGroups(), world_size=2, first=3)
     assert resumed == {step: undisturbed[step] for step in range(3, 8)}
+
+
+class Folded(Subset[Sample]):
+    """A subset of a kind of the user's own."""
+
+
+@pytest.mark.parametrize("kinds", [[Subset], [Subset, Folded]])
+def test_samples_of_a_subset_are_drawn_alike_for_any_number_of_ranks(kinds: list[Any]) -> None:
+    """It has `__getitems__`, even where what it is made of has not."""
+    dataset: Any = Augmented()
+    for kind in kinds:
+        dataset = kind(dataset, range(SAMPLES))
+    assert read(dataset=dataset, world_size=2) == read(dataset=dataset) == read()
+
+
+def test_subset_of_what_reads_samples_in_groups_reads_them_so() -> None:
+    groups: list[int] = []
+
+    class Counted(AugmentedInGroups):
+        def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+            groups.append(len(indices))
+            return super().__getitems__(indices)
+
+    read(dataset=Subset(Counted(), range(SAMPLES)), world_size=2, first=7)
+    assert groups == [GLOBAL_BATCH // 2] * 2
 
 
 def test_reading_takes_nothing_from_the_generators_of_the_training_state() -> None:
