@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar, cast
 
+from torch.utils.data import IterableDataset
+
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.elastic.data.datasets import Dataset, Source, Stream, is_stream
+from keepstep.elastic.data.datasets import Dataset, Positioned, Source, Stream, is_stream
 from keepstep.elastic.data.order import mix, permute, share
 from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.sample_randomness import seed_generators
@@ -22,14 +25,29 @@ def as_source(dataset: AnySource[T]) -> Source[T]:
     """Return a source of any dataset.
 
     Raises:
-        UsageError: the dataset is empty.
+        UsageError: the dataset is empty, or can be read only once.
     """
     if isinstance(dataset, Source):
         return dataset
     if is_stream(dataset):
+        if _is_read_once(dataset):
+            raise UsageError(
+                f"a {type(dataset).__name__} can be read only once, and after a recovery the job "
+                "would go on with other samples: give an object whose __iter__ begins anew, or "
+                "keepstep.SplitStream(make, most=1), which makes the iterator when it is read"
+            )
         # Nothing but the whole can be read of it: in one partition, by every rank.
         return SplitStream(_Whole(dataset), 1)
     return _Indexed(cast("Dataset[T]", dataset))
+
+
+def _is_read_once(stream: Iterable[T]) -> bool:
+    """Whether a stream is an iterator, such as a generator, that nothing sets back."""
+    if isinstance(stream, Positioned | IterableDataset) or not isinstance(stream, Iterator):
+        return False
+    # `__iter__` of a class of the user's own may set it back; that of built-in types does not.
+    begins = type(stream).__iter__
+    return not hasattr(begins, "__code__") or begins is Iterator.__iter__
 
 
 class _Whole(Generic[T]):

@@ -181,8 +181,9 @@ class Job:
             dataset: an object with `len` and indexing by int; a source that is read in partitions
                 (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`, `Shuffled`); or any other
                 iterable, also torch's IterableDataset, of which every rank reads all and keeps its
-                share. An iterable must yield the same samples on all ranks. With `state_dict` and
-                `load_state_dict` it resumes where it was, else it is read again up to there.
+                share. An iterable must yield the same samples on all ranks and each time that it is
+                iterated. With `state_dict` and `load_state_dict` it resumes where it was, else it
+                is read again up to there.
             global_batch: samples per step over all ranks. If it is not a multiple of the
                 data-parallel size, shares differ by one sample: multiply the loss by
                 `step.loss_scale` to keep the average exact.
@@ -202,8 +203,9 @@ class Job:
 
         Raises:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel
-                size, what has no length is given without `steps`, the pass before is not over, or
-                the job resumes within a pass that had another dataset length or global batch.
+                size, what has no length is given without `steps` or can be read only once, the pass
+                before is not over, or the job resumes within a pass that had another dataset length
+                or global batch.
         """
         data = DataPass(
             self._passes.count,

@@ -1,5 +1,6 @@
 """Claims about plain iterables: every rank reads all of one, and resumes it, if it can, at once."""
 
+import io
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -148,10 +149,66 @@ def test_a_position_after_that_of_the_snapshot_is_reached_by_reading_up_to_it() 
     assert dataset.reads == 8 * GLOBAL_BATCH
 
 
-@pytest.mark.parametrize("stream", [Numbers(0), iter([(0, 1)])])
+@pytest.mark.parametrize("stream", [Numbers(0), SplitStream(lambda *_: iter([(0, 1)]))])
 def test_iterable_that_ends_for_good_is_an_error(stream: Any) -> None:
     with pytest.raises(UsageError, match="gave no sample; give parts that have some, and that can"):
         list(data_pass(stream, GLOBAL_BATCH, 2).from_position(Position(), 0, 1))
+
+
+class Once(Iterator[int]):
+    def __next__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [iter(Numbers()), zip([1], [2], strict=True), map(abs, [1]), io.StringIO("a"), Once()],
+    ids=lambda stream: type(stream).__name__,
+)
+def test_what_can_be_read_only_once_is_refused(stream: Any) -> None:
+    """After a recovery in a process that stays, it was read on from where it was."""
+    refused = rf"a {type(stream).__name__} can be read only once.*keepstep\.SplitStream\(make"
+    with pytest.raises(UsageError, match=refused):
+        data_pass(stream, GLOBAL_BATCH, 2)
+    with pytest.raises(UsageError, match=refused):
+        keepstep.Mixture([Numbers(), stream], [1, 1])
+
+
+class SetBack(Numbers):
+    """Is its own iterator, which begins anew whenever it is asked for."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        self._numbers = super().__iter__()
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        return next(self._numbers)
+
+
+class PositionedOnce(PositionedNumbers):
+    """Is its own iterator, and goes where it is told."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        self.next += 1
+        return self.epoch, self.next - 1
+
+
+def generated(*_: int) -> SplitStream[tuple[int, int]]:
+    return SplitStream(lambda part, parts: iter(Numbers()), most=1)
+
+
+@pytest.mark.parametrize("make", [SetBack, PositionedOnce, generated])
+def test_iterator_that_can_be_set_back_is_read_again_after_a_recovery(make: Any) -> None:
+    undisturbed = [batch for (batch,) in play(Numbers, GLOBAL_BATCH, 4, []).batches]
+    data = data_pass(make(), GLOBAL_BATCH, 4)
+    batches = data.from_position(Position(), 0, 1)
+    next(batches)
+    reached = data.stream_position(Position(1, 1))
+    assert [next(batches), next(batches)] == undisturbed[1:3]
+    assert list(data.from_position(Position(1, 1, reached), 0, 1)) == undisturbed[1:]
 
 
 def test_streams_are_told_from_datasets_with_an_index() -> None:
