@@ -100,6 +100,7 @@ class Job:
         )
         self._rejected: RejectedStep | None = None
         self._batch_generation: int | None = None
+        self._batch_position = Position()
         self._reported_first_step = False
         self._marked_step = 0
         self._loss_scale = 1.0
@@ -237,6 +238,7 @@ class Job:
         finally:
             # Also by `break`, or by an exception in the loop.
             self._passes.leave_loop()
+            self._batch_generation = None
 
     def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch of a pass, from the position on."""
@@ -260,6 +262,7 @@ class Job:
                     continue
                 self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
                 self._batch_generation = generation
+                self._batch_position = before
                 yield batch
                 if self.world.generation == generation and self._state.snapshots.is_ending:
                     # Not at the end of the step: the loop's code after it uses that step's world.
@@ -271,10 +274,12 @@ class Job:
                     self._state.position = replace(before, batch=before.batch + 1)
                 if self._state.position.batch >= data.end:
                     break
-        self._batch_generation = None
 
     def step(self) -> Step:
-        """Return the context of one optimizer step; see `Step`."""
+        """Return the context of one optimizer step; see `Step`.
+
+        Entered outside of a loop over `batches`, or twice for a batch, it raises `UsageError`.
+        """
         return Step(self)
 
     def guard(self) -> Guard:
@@ -303,11 +308,23 @@ class Job:
 
     def _begin_step(self) -> None:
         """Begin a step and clear gradients; for `Step`."""
-        if self._batch_generation not in (None, self.world.generation):
+        if self._batch_generation is None:
+            raise UsageError(
+                "job.step() is called outside of a loop over job.batches, which counts the batches "
+                "that steps have consumed and ends a generation in good order: call it inside, "
+                "once for each batch"
+            )
+        if self._batch_generation != self.world.generation:
             raise UsageError(
                 "the job has recovered since this batch was read, and goes on elsewhere: go to the "
                 "next batch where a step or a guard is not completed (`if not guard.completed: "
                 "continue`)"
+            )
+        if self._batch_position != self._state.position:
+            # Each step counts one batch: a recovery would leave out batches that were never read.
+            raise UsageError(
+                "this batch has had its step: put all that a batch changes, such as the steps of "
+                "several optimizers, into one `with job.step()`, and go to the next batch after it"
             )
         self._mark_step()
         self._rejected = None
@@ -396,8 +413,7 @@ class Job:
         """Undo the step that is under way; for `Step`."""
         judge = self._own_judge()
         data = self._passes.current
-        if data is None:
-            raise UsageError("a rejected step's batch is skipped by job.batches: iterate over that")
+        assert data is not None, "a step has a batch of a pass"
         self._rejected = judge.reject(
             reason,
             step=self._state.position.step + 1,

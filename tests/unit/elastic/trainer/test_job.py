@@ -165,6 +165,7 @@ class Running:
             on_divergence="report",
             on_bad_step=BadSteps(at_most=2),
         )
+        self._batches = batches(self.job)
 
     def step(self, *, refusal: str = "", aborts: bool = False) -> keepstep.Step:
         """Run a step, after whose computation its copy is refused, or its generation aborted."""
@@ -175,6 +176,11 @@ class Running:
             if aborts:
                 self.agent.aborting_generation = self.job.world.generation
         return step
+
+    def next_step(self, *, refusal: str = "", aborts: bool = False) -> keepstep.Step:
+        """Run a step, as `step` does, with the next batch of a loop that stays open."""
+        next(self._batches)
+        return self.step(refusal=refusal, aborts=aborts)
 
     def reject(self, reason: str) -> None:
         """Run a step that is rejected."""
@@ -210,11 +216,11 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
     )
     with running.job as job:
         assert learned_at == []
-        assert running.step().completed
+        assert running.next_step().completed
         monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
-        assert not running.step(aborts=True).completed
+        assert not running.next_step(aborts=True).completed
         assert (job.world.generation, learned_at) == (2, [1])
-        assert running.step().completed
+        assert running.next_step().completed
         assert learned_at == [1]
 
 
@@ -226,11 +232,11 @@ def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
     monkeypatch.setattr(keepstep.monitor, "begin_step", marked.append)
     running.job._state._copies_synchronously = True
     with running.job:
-        assert running.step().completed
+        assert running.next_step().completed
         monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
-        assert not running.step(aborts=True).completed
-        assert running.step().completed
-        assert running.step().completed
+        assert not running.next_step(aborts=True).completed
+        assert running.next_step().completed
+        assert running.next_step().completed
     assert marked == [1, 2, 2, 3]
 
 
@@ -240,10 +246,10 @@ def test_copy_that_training_waits_for_and_that_is_refused_ends_the_generation(
     """All are fenced: nobody seals what collectives have left that may have been aborted."""
     running.job._state._copies_synchronously = True
     with running.job as job:
-        assert running.step().completed
+        assert running.next_step().completed
         sealed = [SnapshotId(1, 1)]
         assert running.server.sealed == sealed
-        step = running.step(refusal="generation 1 is fenced", aborts=True)
+        step = running.next_step(refusal="generation 1 is fenced", aborts=True)
         assert not step.completed
         assert job.world.generation == 2
         assert job.steps == 0
@@ -252,7 +258,7 @@ def test_copy_that_training_waits_for_and_that_is_refused_ends_the_generation(
         said = [text for text in running.agent.said if isinstance(text, str | Broken | Drained)]
         # The agent knows of the end: nothing is reported as broken.
         assert said == ["awaits the order to abort generation 1", Drained(generation=1)]
-        assert running.step().completed
+        assert running.next_step().completed
 
 
 def test_copy_that_is_complete_when_its_generation_is_aborted_is_not_sealed(
@@ -260,10 +266,10 @@ def test_copy_that_is_complete_when_its_generation_is_aborted_is_not_sealed(
 ) -> None:
     running.job._state._copies_synchronously = True
     with running.job as job:
-        assert not running.step(aborts=True).completed
+        assert not running.next_step(aborts=True).completed
         assert running.server.sealed == []
         assert job.world.generation == 2
-        assert running.step().completed
+        assert running.next_step().completed
 
 
 def test_what_was_compiled_is_compiled_anew_in_the_next_generation(running: Running) -> None:
@@ -279,10 +285,10 @@ def test_what_was_compiled_is_compiled_anew_in_the_next_generation(running: Runn
     with running.job as job:
         for _ in range(2):
             doubled(torch.ones(1))
-        assert not running.step(aborts=True).completed
+        assert not running.next_step(aborts=True).completed
         assert job.world.generation == 2
         doubled(torch.ones(1))
-        assert running.step().completed
+        assert running.next_step().completed
     assert compiled_in == [1, 2]
 
 
@@ -291,7 +297,7 @@ def test_refused_copy_of_a_generation_that_goes_on_is_an_error_of_the_job(
 ) -> None:
     running.job._state._copies_synchronously = True
     with pytest.raises(SnapshotUnavailable, match="memory is short"), running.job:
-        running.step(refusal="memory is short")
+        running.next_step(refusal="memory is short")
 
 
 def test_copy_that_is_refused_before_the_rank_is_told_of_the_abort_ends_the_generation(
@@ -300,12 +306,12 @@ def test_copy_that_is_refused_before_the_rank_is_told_of_the_abort_ends_the_gene
     """The node's server is fenced first. The script failed, and that counted as its own error."""
     running.job._state._copies_synchronously = True
     with running.job as job:
-        assert running.step().completed
+        assert running.next_step().completed
         running.agent.tells_late = True
-        assert not running.step(refusal="generation 1 is fenced").completed
+        assert not running.next_step(refusal="generation 1 is fenced").completed
         assert job.world.generation == 2
         running.agent.tells_late = False
-        assert running.step().completed
+        assert running.next_step().completed
 
 
 def test_script_whose_loop_is_over_begins_anew_before_it_enters_another_generation(
@@ -313,13 +319,13 @@ def test_script_whose_loop_is_over_begins_anew_before_it_enters_another_generati
 ) -> None:
     """A rank that is new runs the script's end again: one that went on would wait beyond it."""
     with pytest.raises(Replaced, match="ranks that are new run its end again"), running.job:
-        running.step(refusal="generation 1 is fenced", aborts=True)
+        running.next_step(refusal="generation 1 is fenced", aborts=True)
     assert running.job.world.generation == 1
 
 
 def test_last_copy_that_is_refused_otherwise_is_an_error_of_the_job(running: Running) -> None:
     with pytest.raises(SnapshotUnavailable, match="memory is short"), running.job:
-        running.step(refusal="memory is short")
+        running.next_step(refusal="memory is short")
 
 
 def refuse_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +339,7 @@ def test_job_that_is_done_ends_well_although_its_groups_do_not_abort(
     running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running.job:
-        assert running.step().completed
+        assert running.next_step().completed
         refuse_to_abort(monkeypatch)
     assert running.server.sealed == [SnapshotId(1, 1)]
     assert caplog.messages == ["1 of 1 process groups did not abort; the job is done all the same"]
@@ -345,7 +351,7 @@ def test_rank_whose_groups_do_not_abort_between_generations_asks_to_be_replaced(
     refuse_to_abort(monkeypatch)
     running.job._state._copies_synchronously = True
     with pytest.raises(Replaced) as raised, running.job:
-        running.step(refusal="generation 1 is fenced", aborts=True)
+        running.next_step(refusal="generation 1 is fenced", aborts=True)
     assert raised.value.args == ("1 of 1 process groups did not abort", False)
 
 
@@ -533,11 +539,44 @@ def test_reports_need_a_policy_and_a_step(running: Running) -> None:
     with running.job as job:
         with pytest.raises(UsageError, match=r"inside `with job\.step"):
             job.step().report(loss=1.0)
-        with pytest.raises(UsageError, match="iterate over that"), job.step() as step:
-            step.reject("there is no batch to skip")
         job._judge = None
-        with pytest.raises(UsageError, match="on_bad_step="), job.step() as step:
-            step.report(loss=1.0)
+        for _ in batches(job):
+            with pytest.raises(UsageError, match="on_bad_step="), job.step() as step:
+                step.report(loss=1.0)
+            break
+
+
+def test_step_outside_of_a_loop_is_refused(running: Running) -> None:
+    """Nothing would end its generation in good order, and the next pass leave out its batch."""
+    refused = r"outside of a loop over job\.batches"
+    with running.job as job:
+        with pytest.raises(UsageError, match=refused):
+            running.step()
+        for _ in batches(job):
+            assert running.step().completed
+        with pytest.raises(UsageError, match=refused):
+            running.step()
+        for _ in batches(job):
+            break
+        with pytest.raises(UsageError, match=refused):
+            running.step()
+        assert job.steps == len(SAMPLES)
+
+
+def test_second_step_of_a_batch_is_refused_and_one_after_an_error_of_the_loop_is_not(
+    running: Running,
+) -> None:
+    """The batches that later steps count would be left out after a recovery."""
+    seen = []
+    with running.job as job:
+        for batch in batches(job):
+            seen.append(int(batch[0, 0]))
+            with pytest.raises(ZeroDivisionError), job.step():
+                _ = 1 / 0
+            assert running.step().completed
+            with pytest.raises(UsageError, match="has had its step"):
+                running.step()
+    assert seen == list(range(len(SAMPLES)))
 
 
 def test_stopped_pass_is_over_on_this_rank_and_the_next_pass_is_not(running: Running) -> None:
