@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.bad_steps import RejectedStep
@@ -60,16 +61,12 @@ class Step:
             values: numbers by name, such as `loss=loss, norm=norm`; the name is shown.
 
         Raises:
-            UsageError: outside of the step, or `keepstep.join` has no `on_bad_step`.
+            UsageError: outside of the step, `keepstep.join` has no `on_bad_step`, or a value is a
+                DTensor of which this rank has only a part.
             StepRejected: more steps are rejected than the job survives.
         """
         self._check_open()
-        # PyTorch warns where a tensor that requires gradients becomes a number.
-        numbers = {
-            name: float(value.detach() if isinstance(value, torch.Tensor) else value)
-            for name, value in values.items()
-        }
-        self._job._judge_step(numbers)
+        self._job._judge_step({name: _number(name, value) for name, value in values.items()})
 
     def reject(self, reason: str) -> NoReturn:
         """Reject the step for a reason of the loop's own; see `report`.
@@ -117,3 +114,17 @@ class Step:
         handled = self._job._end_step(error)
         self.completed = error is None and self._job.world.generation == generation
         return handled and error is not None
+
+
+def _number(name: str, value: float | torch.Tensor) -> float:
+    """Return what a step reports by a name as a number."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if isinstance(value, DTensor) and not all(place.is_replicate() for place in value.placements):
+        # Its number would be that of this rank's part, and judged as if it were the whole.
+        raise UsageError(
+            f"step.report({name}=...) was given a DTensor of placements {value.placements}, of "
+            f"which each rank has a part: give {name}.full_tensor(), which all ranks must call"
+        )
+    # PyTorch warns where a tensor that requires gradients becomes a number.
+    return float(value.detach())

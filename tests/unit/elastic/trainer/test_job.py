@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
@@ -533,6 +534,25 @@ def test_loss_that_requires_gradients_is_reported_without_a_warning(running: Run
             assert step.completed
             break
     assert loss.requires_grad
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial()])
+def test_tensor_of_which_a_rank_has_a_part_is_not_judged(
+    running: Running, placement: Placement
+) -> None:
+    """As the norm of a sharded gradient: its number is that of this rank's part."""
+    with running.job as job:
+        for _ in batches(job):
+            part, whole = (
+                DTensor.from_local(torch.ones(1), job.world.mesh, [place], run_check=False)
+                for place in (placement, Replicate())
+            )
+            with pytest.raises(UsageError, match=r"norm\.full_tensor\(\)"), job.step() as step:
+                step.report(norm=part)
+            with job.step() as step:
+                step.report(norm=whole, loss=1.0)
+            assert step.completed
+            break
 
 
 def test_reports_need_a_policy_and_a_step(running: Running) -> None:
