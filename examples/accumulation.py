@@ -3,7 +3,8 @@
 `keepstep run --nproc-per-node 2 examples/accumulation.py --steps 200`
 
 One list of micro-batches of `job.batches` is one optimizer step. The scale of the GradScaler is
-part of the state, so a run that recovers scales as one that nothing disturbed.
+part of the state, so a run that recovers scales as one that nothing disturbed. `build` makes the
+scaler anew, as one remembers of a step under way what belongs to the optimizer of that generation.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ import keepstep
 @click.option("--clip", default=1.0, help="Greatest norm of the gradient.")
 def main(steps: int, global_batch: int, micro_batch: int, width: int, clip: float) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    scaler = torch.amp.GradScaler(device, growth_interval=50)
+    scaler: torch.amp.GradScaler
 
     def build(world: keepstep.World) -> keepstep.State:
+        nonlocal scaler
+        scaler = torch.amp.GradScaler(device, growth_interval=50)
         with torch.device("meta"):
             model = GPT(GPTConfig(width=width, layers=2, context=64))
         for block in model.blocks:
