@@ -52,6 +52,9 @@ from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 _Key = tuple[Subject, Syndrome]
 """Identifies a verdict from one call to the next."""
 
+_LONGEST_RELAY_S = 5.0
+"""Readings arrive within this time: a clock by which one took longer is not the job's."""
+
 _SEEN = np.dtype(
     [
         ("rank", "<i4"),
@@ -169,6 +172,7 @@ def conclude(
     )
     seen["failed"] = np.where(is_remembered, seen["failed"], 0)
     ranks["failed"] = seen["failed"]
+    ranks, new_digest = _dated_by_arrival(ranks, seen["changed_s"], new_digest)
     node_histories, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
 
     unread_s = now_s - seen["changed_s"]
@@ -340,6 +344,40 @@ def _seen(old: np.ndarray, reported: np.ndarray, ranks: np.ndarray, now_s: float
     rows["failed"][has_failures] = np.maximum(rows["failed"], ranks["failed"])[has_failures]
     rows["failed_s"][has_failures] = now_s
     return rows
+
+
+def _dated_by_arrival(
+    ranks: np.ndarray, changed_s: np.ndarray, new_digest: Digest
+) -> tuple[np.ndarray, Digest]:
+    """Return ranks and a digest whose times are by the job's clock, also where none was measured.
+
+    Until the clock of a node is measured, it is not known, or only by its least delay: without that
+    its times are by its own clock, which may have begun days before the job's, and a verdict dated
+    so would seem to be of an earlier run. Then the time at which a reading arrived stands for the
+    time of the reading.
+
+    Args:
+        ranks: dtype RANK, ascending by rank.
+        changed_s: for each of `ranks`, when its newest reading arrived.
+        new_digest: just arrived, from some of these ranks.
+    """
+    shift_s = changed_s - ranks["read_at_s"] - ranks["offset_s"]
+    shift_s[np.isfinite(ranks["offset_error_s"]) | (np.abs(shift_s) <= _LONGEST_RELAY_S)] = 0.0
+    if not shift_s.any():
+        return ranks, new_digest
+
+    def dated(rows: np.ndarray, name: str) -> np.ndarray:
+        position = np.minimum(np.searchsorted(ranks["rank"], rows["rank"]), len(ranks) - 1)
+        is_known = ranks["rank"][position] == rows["rank"]
+        shifted = rows.copy()
+        shifted[name] += np.where(is_known, shift_s[position], 0.0)
+        return shifted
+
+    return dated(ranks, "offset_s"), replace(
+        new_digest,
+        steps=dated(new_digest.steps, "ended_s"),
+        measures=dated(new_digest.measures, "at_s"),
+    )
 
 
 def _judge_steps(

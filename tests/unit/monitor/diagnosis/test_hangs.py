@@ -77,6 +77,48 @@ def test_verdict_on_a_hang_has_infinite_cost_and_a_time_of_onset() -> None:
     assert "3 ranks wait" in verdict.evidence[1]
 
 
+def test_onset_stays_while_the_clock_of_a_node_is_not_known() -> None:
+    began_s = 90000.0
+    traced = parse(f"""
+node a: 0 1
+node b: 2 3 offset 86400
+communicator world: 0 1 2 3
+steps 1-12 every 0.5 at {began_s}
+world all_reduce 4k  0.30-0.40  0.31-0.40  0.32-0.40  0.33-0.40
+step 13 at {began_s + 6.0}
+{ABSENT}
+loss                 2.5        2.5        nan        2.5
+read {began_s + 20.0}
+""")
+    past, onsets_s = NO_DIAGNOSIS_STATE, list[dict[str, float]]()
+    # The monitor of node b restarts between the readings.
+    for turn, is_measured in enumerate((False, True, False, True)):
+        now_s = began_s + 12.0 + turn
+        job = traced.job(now_s)
+        if not is_measured:
+            job = replace(
+                job,
+                ranks={
+                    rank: replace(records, offset_s=0.0, offset_error_s=np.inf)
+                    if records.node == "b"
+                    else records
+                    for rank, records in job.ranks.items()
+                },
+            )
+        past, verdicts = diagnose(job, {}, past, now_s, Thresholds())
+        onsets_s.append({str(verdict.syndrome): verdict.since_s for verdict in verdicts})
+    assert (
+        onsets_s
+        == [
+            {
+                "non-communication hang": pytest.approx(began_s + 5.90),
+                "loss not finite": pytest.approx(began_s + 6.01),
+            }
+        ]
+        * 4
+    )
+
+
 def test_process_that_is_gone_is_not_counted_among_those_that_wait() -> None:
     traced = trace(ABSENT)
     traced.dead = {0}
