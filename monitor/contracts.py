@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
-from keepstep.monitor.diagnosis.policy import EnforcementAction
+from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.records import Communicator, JobRecords, RankRecords
 from keepstep.monitor.verdicts import Verdict
@@ -143,10 +143,12 @@ class VerdictPublisher(Protocol):
 class Enforcer(Protocol):
     """Carries out what the policy decided (`elastic`: requests it from the job's agents)."""
 
-    def enforce(self, action: EnforcementAction, generation: int) -> bool:
+    def enforce(self, action: EnforcementAction, generation: int) -> ActionKind | None:
         """Have a worker restarted or a node replaced.
 
-        Returns False if the job has changed to another generation, or is about to.
+        Returns what is done: the action's kind; RESTART_WORKER if `fallback_ranks` are restarted
+        because the job cannot do without a node to replace; None if nothing is, as the job has
+        changed to another generation, or is about to.
         """
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from keepstep.elastic.errors import ElasticError, StoreUnavailable
 from keepstep.elastic.store.address import Address, parse_address
 from keepstep.elastic.store.local_jobs import local_jobs
 from keepstep.monitor.contracts import JobRuntime, JobStatus
-from keepstep.monitor.diagnosis.policy import EnforcementAction
+from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.errors import MonitorError, RuntimeUnreachable
 from keepstep.monitor.verdicts import Verdict
 
@@ -95,15 +95,15 @@ class MonitorRuntime:
                 verdicts, generation, now_s
             )
 
-    def enforce(self, action: EnforcementAction, generation: int) -> bool:
-        """Request an action from the job that `job_status` last read; True if it was accepted.
+    def enforce(self, action: EnforcementAction, generation: int) -> ActionKind | None:
+        """Request an action from the job that `job_status` last read; return what it accepted.
 
         Raises as `job_status` does.
         """
         with _translate_errors():
-            return self._connection is not None and self._connection.verdicts.enforce(
-                action, generation
-            )
+            if self._connection is None:
+                return None
+            return self._connection.verdicts.enforce(action, generation)
 
     def close(self) -> None:
         """End the connections."""

@@ -86,12 +86,21 @@ def needs_publishing(last: PublishedVerdicts | None, current: PublishedVerdicts)
     return bool(current.verdicts) and current.at_s - last.at_s >= _REPUBLISH_S
 
 
-def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) -> tuple[Put, ...]:
-    """Return the writes that make the job's agents carry out an action.
+def enforceable_kind(view: View, action: EnforcementAction) -> ActionKind:
+    """Return what of an action the job allows: a restart, where no node can be replaced.
 
-    There are none for a rank or node that the job does not have, and no node is replaced that the
-    job cannot do without: it would stand still or end. A rank that hangs cannot hand over its
-    state: if a node is replaced because of a hang, its ranks are restarted too, which ends the
+    No node is replaced that the job cannot do without: it would stand still or end.
+    """
+    if action.kind is ActionKind.REPLACE_NODE and not _replaceable_nodes(view, action):
+        return ActionKind.RESTART_WORKER
+    return action.kind
+
+
+def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) -> tuple[Put, ...]:
+    """Return the writes that make the job's agents carry out what `enforceable_kind` returns.
+
+    There are none for a rank or node that the job does not have. A rank that hangs cannot hand over
+    its state: if a node is replaced because of a hang, its ranks are restarted too, which ends the
     generation at once, without the time that a healthy node gets to leave.
     """
     generation = view.generation
@@ -99,8 +108,9 @@ def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) ->
         return ()
     verdict = action.verdict
     reason = _truncate(f"{verdict.syndrome}: {'; '.join(verdict.evidence)}")
-    ranks = set(action.ranks)
-    if action.kind is ActionKind.REPLACE_NODE and math.isinf(verdict.cost_s_per_step):
+    nodes = _replaceable_nodes(view, action)
+    ranks = set(action.ranks if nodes else (*action.ranks, *action.fallback_ranks))
+    if nodes and math.isinf(verdict.cost_s_per_step):
         ranks = set(verdict.subject.ranks)
     restarts = tuple(
         Put(keys.restart(rank), RestartRequest(view.generation_number, rank, reason).encode())
@@ -108,15 +118,23 @@ def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) ->
         for rank in member.ranks
         if rank in ranks
     )
-    limits = limits_of(view)
     evictions = tuple(
         Put(keys.eviction(node), Eviction(reason, may_return=True).encode())
-        for node in action.nodes
-        if node in view.nodes
-        and node not in view.evictions
-        and (limits is None or can_do_without(limits, view, node))
+        for node in nodes
+        if node not in view.evictions
     )
     return (*evictions, *restarts)
+
+
+def _replaceable_nodes(view: View, action: EnforcementAction) -> tuple[str, ...]:
+    """Return the nodes to replace that are evicted already or can be."""
+    limits = limits_of(view)
+    return tuple(
+        node
+        for node in action.nodes
+        if node in view.nodes
+        and (node in view.evictions or limits is None or can_do_without(limits, view, node))
+    )
 
 
 def _finite(cost_s: float) -> float | None:
@@ -161,18 +179,20 @@ class CoordinatorVerdicts:
         self._last = current
         return True
 
-    def enforce(self, action: EnforcementAction, generation: int) -> bool:
-        """Request an action from the agents; return whether the request was written.
+    def enforce(self, action: EnforcementAction, generation: int) -> ActionKind | None:
+        """Request an action from the agents; return what was requested, see `Enforcer`.
 
-        It is not if the action's generation has ended or is closing, or if the job has no such rank
-        or node.
+        Nothing is if the action's generation has ended or is closing, or if the job has no such
+        rank or node.
         """
         view = self._view()
         is_open = view.generation_number == generation and not view.is_closing
         operations = enforcement_operations(self._keys, view, action)
         if not is_open or view.result is not None or not operations:
-            return False
-        return self._store.commit((self._is_current(view),), operations).succeeded
+            return None
+        if not self._store.commit((self._is_current(view),), operations).succeeded:
+            return None
+        return enforceable_kind(view, action)
 
     def close(self) -> None:
         """End the connection."""

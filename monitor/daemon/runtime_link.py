@@ -26,6 +26,7 @@ from keepstep.monitor.diagnosis.policy import (
     Mode,
     alert_refused,
     decide,
+    record_fallback,
     revert_action,
 )
 from keepstep.monitor.diagnosis.subjects import begun_since, with_job_nodes
@@ -201,23 +202,29 @@ class RuntimeLink:
             diagnosis_round.now_s,
         )
         for action in actions:
-            await self._act(action, diagnosis_round.generation)
+            await self._act(action, nodes, diagnosis_round.generation)
         return bool(actions)
 
-    async def _act(self, action: EnforcementAction, generation: int) -> None:
+    async def _act(
+        self, action: EnforcementAction, nodes: Mapping[int, str], generation: int
+    ) -> None:
         outcome = "alerted"
         enforcer = self._components.enforcer
         if action.kind is not ActionKind.ALERT:
-            is_requested = await self._call(
-                "enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation)
+            done = (
+                await self._call("enforcer", lambda: enforcer.enforce(action, generation))
+                if enforcer is not None
+                else None
             )
-            if not is_requested:
+            if done is None:
                 # The job is changing, or its coordinator is unreachable. If the verdict still holds
                 # afterwards, the action is tried again.
                 self.policy_state = revert_action(self.policy_state, action)
                 self._alert_refused(action)
                 return
             outcome = "requested"
+            if done is not action.kind:
+                self.policy_state, action = record_fallback(self.policy_state, action, nodes)
         _LOG.warning("%s; %s", action, outcome)
         self._record_action(action, outcome)
 

@@ -57,6 +57,8 @@ class EnforcementAction:
         reason: for people: what was lost so far, or why nothing more is done.
         nodes: nodes to replace; empty unless `kind` is REPLACE_NODE.
         ranks: ranks whose workers to restart; empty unless `kind` is RESTART_WORKER.
+        fallback_ranks: ranks whose workers to restart if the job cannot do without `nodes`; empty
+            unless these hang, and the budget allows their restart.
     """
 
     kind: ActionKind
@@ -65,6 +67,7 @@ class EnforcementAction:
     reason: str
     nodes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    fallback_ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         evidence = "; ".join(self.verdict.evidence)
@@ -270,6 +273,7 @@ def _next_action(
                 _describe_loss(state, case),
                 target_nodes,
                 target_ranks,
+                _fallback_ranks(policy, state, wanted, verdict),
             )
             return _charge_budget(state, key, action, nodes), action
         return _alert(policy, state, key, f"not done: {refusal}")
@@ -303,6 +307,8 @@ def _wanted(
     if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
         return None
     if verdict.advice is Advice.REPLACE_NODE and policy.mode is Mode.REPLACE:
+        if _was_restarted_instead(policy, state, verdict, nodes):
+            return None
         return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     if verdict.advice is Advice.RESTART_WORKER and policy.mode in (Mode.RESTART, Mode.REPLACE):
         # A generation may move a rank: what happened elsewhere says nothing of this node.
@@ -321,6 +327,23 @@ def _wanted(
             return ActionKind.RESTART_WORKER if is_standstill else None
         return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     return None
+
+
+def _was_restarted_instead(
+    policy: EnforcementPolicy, state: EnforcementState, verdict: Verdict, nodes: Mapping[int, str]
+) -> bool:
+    """Return whether all ranks of a subject were restarted for its fault, and that may still help.
+
+    This is done where the job cannot do without their node.
+    """
+    recent = {
+        restart.rank
+        for restart in state.restarted
+        if restart.syndrome == verdict.syndrome
+        and restart.node == nodes.get(restart.rank, "")
+        and state.now_s - restart.at_s < policy.replace_cost_s
+    }
+    return bool(verdict.subject.ranks) and recent.issuperset(verdict.subject.ranks)
 
 
 def _is_due(policy: EnforcementPolicy, case: PolicyCase, wanted: ActionKind) -> bool:
@@ -350,6 +373,17 @@ def _targets(
     if wanted is ActionKind.REPLACE_NODE:
         return _subject_nodes(verdict.subject, nodes), ()
     return (), verdict.subject.ranks
+
+
+def _fallback_ranks(
+    policy: EnforcementPolicy, state: EnforcementState, wanted: ActionKind, verdict: Verdict
+) -> tuple[int, ...]:
+    """Return the ranks to restart if the job cannot do without the nodes to replace."""
+    ranks = verdict.subject.ranks
+    if wanted is not ActionKind.REPLACE_NODE or not math.isinf(verdict.cost_s_per_step):
+        return ()
+    is_denied = _refusal_reason(policy, state, ActionKind.RESTART_WORKER, (), ranks, {})
+    return () if is_denied else ranks
 
 
 def _refusal_reason(
@@ -431,6 +465,30 @@ def revert_action(state: EnforcementState, action: EnforcementAction) -> Enforce
             if not (restart.at_s == state.now_s and restart.rank in action.ranks)
         ),
     )
+
+
+def record_fallback(
+    state: EnforcementState, action: EnforcementAction, nodes: Mapping[int, str]
+) -> tuple[EnforcementState, EnforcementAction]:
+    """Return what was done instead of a replacement of the last `decide`, and the state after it.
+
+    The job could not do without the nodes: none counts as replaced, and the restarts are charged.
+
+    Args:
+        state: as returned by `decide`.
+        action: the replacement; has `fallback_ranks`.
+        nodes: each rank's node.
+    """
+    restart = EnforcementAction(
+        ActionKind.RESTART_WORKER,
+        action.subject,
+        action.verdict,
+        f"{action.reason}; restarted instead of replacing {', '.join(action.nodes)}, "
+        "which the job cannot do without",
+        ranks=action.fallback_ranks,
+    )
+    key = (action.subject, action.verdict.syndrome)
+    return _charge_budget(revert_action(state, action), key, restart, nodes), restart
 
 
 def alert_refused(

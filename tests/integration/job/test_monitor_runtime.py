@@ -310,7 +310,7 @@ def test_verdicts_and_actions_of_an_ended_generation_are_not_written(
     # Evidence alone is written again at an interval: until then the caller has to try again.
     assert not verdicts.publish([replace(hang, evidence=("it stands still",))], 2, 10.1)
     assert [verdict.subject for verdict in view().current_verdicts] == ["rank 1 on a"]
-    assert verdicts.enforce(restart, 2)
+    assert verdicts.enforce(restart, 2) is ActionKind.RESTART_WORKER
     assert [request.rank for request in view().restarts_on("a")] == [1]
     # Once the generation closes, the runtime handles its dead ranks.
     put("closing", Closing(2, "rank 1 on a is restarted", True, 0.0))

@@ -7,7 +7,7 @@ from typing import Any
 from keepstep.monitor.contracts import JobStatus, MemberStatus
 from keepstep.monitor.daemon.settings import Settings
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
-from keepstep.monitor.diagnosis.policy import EnforcementAction
+from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.records import Communicator
 from keepstep.monitor.verdicts import Verdict
@@ -82,9 +82,9 @@ class Enforcer:
     def __init__(self) -> None:
         self.requested: list[tuple[EnforcementAction, int]] = []
 
-    def enforce(self, action: EnforcementAction, generation: int) -> bool:
+    def enforce(self, action: EnforcementAction, generation: int) -> ActionKind | None:
         self.requested.append((action, generation))
-        return True
+        return action.kind
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.monitor_bridge.verdicts import (
+    enforceable_kind,
     enforcement_operations,
     needs_publishing,
     published_verdicts,
@@ -49,7 +50,9 @@ HANG = Verdict(
     advice=Advice.RESTART_WORKER,
 )
 RESTART = EnforcementAction(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,))
-REPLACE = EnforcementAction(ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",))
+REPLACE = EnforcementAction(
+    ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",), fallback_ranks=(2,)
+)
 SLOW = replace(
     HANG,
     syndrome=Syndrome.NON_COMMUNICATION_SLOW,
@@ -270,5 +273,11 @@ def test_node_that_the_job_cannot_do_without_is_restarted_instead(
     can_be_replaced = spares or limits.min_nodes == 1
     assert (KEYS.eviction("b") in keys) == can_be_replaced
     assert KEYS.restart(2) in keys
-    slow = replace(REPLACE, verdict=replace(HANG, cost_s_per_step=0.3))
+    assert enforceable_kind(view, REPLACE) is (
+        ActionKind.REPLACE_NODE if can_be_replaced else ActionKind.RESTART_WORKER
+    )
+    # The budget of restarts is spent: a node may still be replaced.
+    unaffordable = replace(REPLACE, fallback_ranks=())
+    assert bool(enforcement_operations(KEYS, view, unaffordable)) == can_be_replaced
+    slow = replace(unaffordable, verdict=replace(HANG, cost_s_per_step=0.3))
     assert bool(enforcement_operations(KEYS, view, slow)) == can_be_replaced

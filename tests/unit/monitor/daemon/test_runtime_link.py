@@ -114,8 +114,9 @@ def test_action_that_the_job_never_takes_is_told_to_people_once_and_still_tried(
     class Refusing(Enforcer):
         takes = False
 
-        def enforce(self, action: EnforcementAction, generation: int) -> bool:
-            return super().enforce(action, generation) and self.takes
+        def enforce(self, action: EnforcementAction, generation: int) -> ActionKind | None:
+            done = super().enforce(action, generation)
+            return done if self.takes else None
 
     now_s = 300.0
     enforcer, faults = Refusing(), ComponentFaults()
@@ -183,3 +184,45 @@ def test_verdicts_that_the_runtime_did_not_take_are_passed_again_though_unchange
         blocking.shutdown()
     assert faults.counts == {}
     assert publisher.published == [(verdict(3),)] * 3
+
+
+def test_restart_instead_of_a_replacement_is_recorded_as_such_and_repeated_after_a_minute() -> None:
+    """The second hang on a node that the job needs was restarted, and the third one refused."""
+
+    class CannotReplace(Enforcer):
+        def enforce(self, action: EnforcementAction, generation: int) -> ActionKind | None:
+            super().enforce(action, generation)
+            return ActionKind.RESTART_WORKER
+
+    faults = ComponentFaults()
+    components = DaemonComponents(
+        probe=Probe(),
+        publisher=Publisher(),
+        job_status_source=FixedJobStatus(generation=1),
+        policy=EnforcementPolicy(Mode.REPLACE, sustained_s=1.0),
+        enforcer=CannotReplace(),
+    )
+    blocking = BlockingThread(faults)
+    recorded: list[tuple[ActionKind, tuple[int, ...], str]] = []
+    link = RuntimeLink(
+        "run7",
+        components,
+        EnforcementState(),
+        blocking,
+        lambda action, outcome: recorded.append((action.kind, action.ranks, outcome)),
+        wall_s=lambda: 20_000.0,
+    )
+
+    async def handle() -> None:
+        for second in range(180):
+            await link.refresh_status()
+            hang = (verdict(3, since_s=290.0),)
+            await link.handle(DiagnosisRound(hang, 300.0 + second, VerdictChanges(), 1, NODES))
+
+    try:
+        asyncio.run(handle())
+    finally:
+        blocking.shutdown()
+    assert recorded == [(ActionKind.RESTART_WORKER, (3,), "requested")] * 3
+    assert link.policy_state.replaced == ()
+    assert faults.counts == {}

@@ -16,6 +16,7 @@ from keepstep.monitor.diagnosis.policy import (
     Mode,
     decide,
     max_replacements,
+    record_fallback,
     revert_action,
 )
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
@@ -170,6 +171,35 @@ def test_replacement_that_was_not_carried_out_is_due_again() -> None:
     state, (again,) = decide(policy, revert_action(state, refused), [hang], NODES, 1.0, 6.0)
     assert (again.kind, again.nodes) == (ActionKind.REPLACE_NODE, ("n1",))
     assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
+
+
+def hangs_restarted_instead(policy: EnforcementPolicy, advice: Advice) -> list[float]:
+    """Return when a lasting hang was restarted in a job that cannot do without its node."""
+    hang = verdict(syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=advice)
+    state, restarted_s = EnforcementState(), list[float]()
+    for second in range(600):
+        state, actions = decide(policy, state, [hang], NODES, 1.0, float(second))
+        for action in actions:
+            done = action
+            if action.kind is ActionKind.REPLACE_NODE and action.fallback_ranks:
+                state, done = record_fallback(state, action, NODES)
+                assert "instead of replacing n1" in str(done)
+            elif action.kind is ActionKind.REPLACE_NODE:
+                state = revert_action(state, action)
+            if done.kind is ActionKind.RESTART_WORKER:
+                assert done.ranks == (3,)
+                restarted_s.append(float(second))
+    assert state.replaced == ()
+    return restarted_s
+
+
+@pytest.mark.parametrize("advice", [Advice.RESTART_WORKER, Advice.REPLACE_NODE])
+def test_hang_is_restarted_each_minute_within_the_budget_if_its_node_cannot_be_replaced(
+    advice: Advice,
+) -> None:
+    restarted_s = hangs_restarted_instead(POLICY, advice)
+    assert restarted_s == [1.0 + POLICY.replace_cost_s * turn for turn in range(10)]
+    assert hangs_restarted_instead(replace(POLICY, restarts=3), advice) == restarted_s[:3]
 
 
 @pytest.mark.parametrize(("alerted_before", "alerts"), [(False, 1), (True, 0)])
