@@ -18,7 +18,7 @@ from rich.text import Text
 from keepstep.monitor.cli.options import Seconds, named
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.preflight.doctor import Doctor, Outcome, Participants
-from keepstep.monitor.preflight.judgement import names_of
+from keepstep.monitor.preflight.judgement import common_offset_s, names_of
 from keepstep.monitor.secret import job_secret
 
 PORT = 8434
@@ -175,7 +175,7 @@ def show(outcome: Outcome) -> None:
             _rate(max(sent)) if sent else "-",
             _rate(max(received)) if received else "-",
             f"{min(latencies) * 1e6:.0f}" if latencies else "-",
-            f"{sorted(offsets)[len(offsets) // 2] * 1e3:+.1f}" if offsets else "-",
+            f"{common_offset_s(offsets) * 1e3:+.1f}" if offsets else "-",
         )
     console.print(table)
     counts = Counter(node.name for node in outcome.examinations)

@@ -251,13 +251,22 @@ def _wrong_clocks(
         offsets_s.setdefault(peer, []).append(link.clock_offset_s)
         offsets_s.setdefault(address, []).append(-link.clock_offset_s)
     for address, offsets in sorted(offsets_s.items()):
-        offset_s = statistics.median(offsets)
+        offset_s = common_offset_s(offsets)
         if address in names and abs(offset_s) > MAX_CLOCK_OFFSET_S:
             yield PreflightFinding(
                 names[address],
                 "clock is off",
                 f"its wall clock is {offset_s:+.2f} s from the others'",
             )
+
+
+def common_offset_s(offsets_s: Sequence[float]) -> float:
+    """Return how far a wall clock is off, given how far it is off each other node's; at least one.
+
+    It is right if it agrees with half of the others: in a cluster of three, a healthy one does not
+    agree with more. Between two nodes it is not known whose clock is off.
+    """
+    return sorted(offsets_s, key=abs)[(len(offsets_s) - 1) // 2]
 
 
 def _format_value(value: float, unit: str) -> str:

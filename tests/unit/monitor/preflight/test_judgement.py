@@ -78,6 +78,9 @@ def test_node_of_long_latency_and_node_with_a_wrong_clock_are_named() -> None:
     assert named(cluster(4, **slow)) == [("b", "long latency")]
     ahead = {"ab": link(offset_s=5.0), "bc": link(offset_s=-5.0), "bd": link(offset_s=-5.0)}
     assert named(cluster(4, **ahead)) == [("b", "clock is off")]
+    # Of three nodes, each healthy one disagrees with half of the others.
+    del ahead["bd"]
+    assert named(cluster(3, **ahead)) == [("b", "clock is off")]
 
 
 def test_wrong_product_missing_peer_and_failed_disk_need_no_comparison() -> None:
