@@ -120,6 +120,8 @@ def _merge_per_node(verdicts: Sequence[Verdict], places: Mapping[int, str]) -> t
 
 
 def _with_job_node(subject: Subject, places: Mapping[int, str]) -> Subject:
+    if not subject.ranks:
+        return subject  # A node without ranks, as a spare is, or the job.
     job_nodes = {places.get(rank, "") for rank in subject.ranks}
     node = job_nodes.pop() if len(job_nodes) == 1 else ""
     if subject.kind != "node":

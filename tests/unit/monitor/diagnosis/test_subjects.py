@@ -50,6 +50,11 @@ VERDICT = Verdict(
             Subject("group", (2,), "b"),
             id="a part of a member is no node",
         ),
+        pytest.param(
+            Subject("node", (), "standby-7"),
+            Subject("node", (), "standby-7"),
+            id="a node without ranks keeps its name",
+        ),
         pytest.param(Subject("job", ()), Subject("job", ()), id="the job is nowhere"),
     ],
 )
