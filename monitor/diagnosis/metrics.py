@@ -92,7 +92,9 @@ class NodeMetrics:
         at_s: when this was read, by the node's monotonic clock.
         cpu_share: share of all processors in use, 0 to 1.
         load: runnable processes over the last minute (`getloadavg`), not divided by processors.
-        throttled_s: `throttled_usec` of cgroup v2 `cpu.stat` in seconds, a counter.
+        throttled_s: processor seconds that the workers' cgroup was denied so far, summed over
+            processors: `throttled_usec` of cgroup v2 `cpu.stat`.
+        cgroup_cpu_s: processor seconds that this cgroup had so far, summed too.
         cpu_hz: current frequency, mean over processors.
         memory_total: bytes; of the cgroup, if that is less than the machine's.
         memory_available: bytes that can be had without swapping.
@@ -108,6 +110,7 @@ class NodeMetrics:
     cpu_share: float = 0.0
     load: float = 0.0
     throttled_s: float = 0.0
+    cgroup_cpu_s: float = 0.0
     cpu_hz: float = 0.0
     memory_total: int = 0
     memory_available: int = 0
@@ -246,13 +249,9 @@ def _throttled(
         return ""
     recent = history.readings[-thresholds.sustained :]
     if len(history.readings) > thresholds.sustained:
-        pairs = list(zip(history.readings[:-1], history.readings[1:], strict=True))
-        shares = [
-            (after.throttled_s - before.throttled_s) / (after.at_s - before.at_s)
-            for before, after in pairs
-        ]
-        if min(shares) > thresholds.throttled_share:
-            return f"its cgroup was denied the processor {min(shares):.0%} of the time (cpu.stat)"
+        share = min(_denied_share(*pair) for pair in pairwise(history.readings))
+        if share > thresholds.throttled_share:
+            return f"its cgroup was denied {share:.0%} of the processor time it needed (cpu.stat)"
     if clocks[0] and all(
         0 < reading.cpu_hz < thresholds.clock_ratio * clocks[0] for reading in recent
     ):
@@ -275,6 +274,17 @@ def _throttled(
                 f"others at {clocks[1] / 1e6:.0f} MHz"
             )
     return ""
+
+
+def _denied_share(before: NodeMetrics, after: NodeMetrics) -> float:
+    """Return which share of the processor time that a cgroup needed it was denied.
+
+    The kernel sums both times over processors, so their ratio, unlike that to the time that has
+    passed, does not depend on how many there are. 0.0 if the time that it had is not known.
+    """
+    denied_s = after.throttled_s - before.throttled_s
+    had_s = after.cgroup_cpu_s - before.cgroup_cpu_s
+    return denied_s / (denied_s + had_s) if denied_s > 0 and had_s > 0 else 0.0
 
 
 def _device_errors(

@@ -195,7 +195,7 @@ class NodeThresholds:
     """When a node's metrics explain a slow rank or predict a failure."""
 
     throttled_share: float = 0.25
-    """Share of time in which the cgroup was denied the processor."""
+    """Share of the processor time that a cgroup needed and was denied."""
     clock_ratio: float = 0.80
     """Processor or GPU clock over the median of all nodes: power capping and heat reduce it
     by 20 % and more, turbo varies by 10 %."""

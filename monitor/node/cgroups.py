@@ -54,16 +54,30 @@ def find(
     return CgroupFiles(unified, cpu, memory)
 
 
-def throttled_s(files: CgroupFiles) -> float | None:
-    """Return for how many seconds in total the quota denied the cgroup the processor."""
+@dataclass(frozen=True, slots=True, order=True)
+class CpuTime:
+    """Processor seconds of a cgroup so far, both summed over processors.
+
+    Args:
+        throttled_s: that its quota denied.
+        used_s: that it had; 0.0 if not known.
+    """
+
+    throttled_s: float = 0.0
+    used_s: float = 0.0
+
+
+def cpu_time(files: CgroupFiles) -> CpuTime | None:
+    """Return the processor time that the cgroup had and was denied; None without a quota."""
     if files.unified is not None:
-        microseconds = _table(files.unified / "cpu.stat").get("throttled_usec")
-        if microseconds is not None:
-            return microseconds / 1e6
+        stat = _table(files.unified / "cpu.stat")
+        if "throttled_usec" in stat:
+            return CpuTime(stat["throttled_usec"] / 1e6, stat.get("usage_usec", 0) / 1e6)
     if files.cpu is not None:
-        nanoseconds = _table(files.cpu / "cpu.stat").get("throttled_time")
-        if nanoseconds is not None:
-            return nanoseconds / 1e9
+        stat = _table(files.cpu / "cpu.stat")
+        if "throttled_time" in stat:
+            used_ns = _number(files.cpu / "cpuacct.usage") or 0
+            return CpuTime(stat["throttled_time"] / 1e9, used_ns / 1e9)
     return None
 
 

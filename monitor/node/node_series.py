@@ -36,7 +36,7 @@ NODE_SERIES = (
     Series(
         "throttled_s",
         "keepstep_node_cpu_throttled_seconds",
-        "Time for which the workers' cgroup was denied the processor.",
+        "Processor time that the workers' cgroup was denied, summed over processors.",
         is_counter=True,
     ),
     Series(

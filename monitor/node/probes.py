@@ -62,6 +62,7 @@ class NodeProbe:
             self._cpu_hz = float(frequency.current) * 1e6 if frequency else 0.0
             self._devices = self._gpus.sample(workers) if self._gpus is not None else ()
             self._processes = sample_processes(workers)
+        cpu_time = max(filter(None, map(cgroups.cpu_time, groups)), default=cgroups.CpuTime())
         memory = psutil.virtual_memory()
         total, available = int(memory.total), int(memory.available)
         for group in groups:
@@ -73,7 +74,8 @@ class NodeProbe:
             at_s=now_s,
             cpu_share=self._cpu_share(),
             load=float(psutil.getloadavg()[0]),
-            throttled_s=max((cgroups.throttled_s(group) or 0.0 for group in groups), default=0.0),
+            throttled_s=cpu_time.throttled_s,
+            cgroup_cpu_s=cpu_time.used_s,
             cpu_hz=self._cpu_hz,
             memory_total=total,
             memory_available=available,

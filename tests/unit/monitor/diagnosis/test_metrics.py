@@ -34,15 +34,24 @@ def reading(at_s: float, **changes_of_a: object) -> dict[str, NodeMetrics]:
 
 
 def test_healthy_nodes_have_no_findings() -> None:
-    assert follow(*(reading(at_s, throttled_s=0.1 * at_s) for at_s in range(6))) == NodeFindings(
-        (), {}
-    )
+    readings = (reading(at_s, throttled_s=0.1 * at_s, cgroup_cpu_s=0.9 * at_s) for at_s in range(6))
+    assert follow(*readings) == NodeFindings((), {})
 
 
 def test_denied_processor_time_explains_slowness_and_is_not_a_verdict() -> None:
-    findings = follow(*(reading(at_s, throttled_s=0.5 * at_s) for at_s in range(6)))
+    findings = follow(
+        *(reading(at_s, throttled_s=0.5 * at_s, cgroup_cpu_s=0.5 * at_s) for at_s in range(6))
+    )
     assert findings.verdicts == ()
     assert "50%" in findings.throttled["a"]
+
+
+def test_a_little_time_denied_on_each_of_many_processors_explains_nothing() -> None:
+    """On 64 processors, each denied for 0.8 % of the time, the sum is half of the time."""
+    busy = (reading(at_s, throttled_s=0.5 * at_s, cgroup_cpu_s=50.0 * at_s) for at_s in range(6))
+    assert follow(*busy).throttled == {}
+    unknown = (reading(at_s, throttled_s=0.5 * at_s) for at_s in range(6))
+    assert follow(*unknown).throttled == {}
 
 
 def test_single_anomalous_reading_explains_nothing() -> None:

@@ -288,7 +288,11 @@ def test_rank_slow_from_the_start_on_a_throttled_node_is_throttled() -> None:
     trace = job(40, lambda rank, _step: 0.6 if rank == 2 else 0.3)
     past, verdicts = NO_DIAGNOSIS_STATE, ()
     for second in range(1, int(trace.read_s) + 2):
-        metrics = {"b": NodeMetrics("b", float(second), throttled_s=0.5 * second)}
+        metrics = {
+            "b": NodeMetrics(
+                "b", float(second), throttled_s=0.5 * second, cgroup_cpu_s=0.5 * second
+            )
+        }
         at_s = min(float(second), trace.read_s)
         past, verdicts = diagnose(trace.job(at_s, at_s - 3.0), metrics, past, at_s, Thresholds())
     assert summarize(verdicts) == ["throttled processor: rank 2 on b"]
@@ -312,7 +316,11 @@ def test_slow_rank_on_a_throttled_node_is_reported_as_throttled() -> None:
     trace = job(40, lambda rank, step: 0.6 if rank == 2 and step > 20 else 0.3)
     past, verdicts = NO_DIAGNOSIS_STATE, ()
     for second in range(1, int(trace.read_s) + 2):
-        metrics = {"b": NodeMetrics("b", float(second), throttled_s=0.5 * second)}
+        metrics = {
+            "b": NodeMetrics(
+                "b", float(second), throttled_s=0.5 * second, cgroup_cpu_s=0.5 * second
+            )
+        }
         at_s = min(float(second), trace.read_s)
         past, verdicts = diagnose(trace.job(at_s, at_s - 3.0), metrics, past, at_s, Thresholds())
     assert summarize(verdicts) == ["throttled processor: rank 2 on b"]

@@ -14,12 +14,15 @@ def test_version_2(tmp_path: Path) -> None:
     proc, mount = tmp_path / "proc", tmp_path / "cgroup"
     write(proc / "41" / "cgroup", "0::/job/worker\n")
     write(mount / "cgroup.controllers", "cpu memory\n")
-    write(mount / "job/worker/cpu.stat", "usage_usec 9\nnr_throttled 3\nthrottled_usec 2500000\n")
+    write(
+        mount / "job/worker/cpu.stat",
+        "usage_usec 9000000\nnr_throttled 3\nthrottled_usec 2500000\n",
+    )
     write(mount / "job/worker/memory.max", "1000\n")
     write(mount / "job/worker/memory.current", "700\n")
     write(mount / "job/worker/memory.stat", "anon 400\ninactive_file 200\n")
     files = cgroups.find(41, proc, mount)
-    assert cgroups.throttled_s(files) == 2.5
+    assert cgroups.cpu_time(files) == cgroups.CpuTime(2.5, 9.0)
     assert cgroups.memory_limit_nbytes(files) == 1000
     assert cgroups.memory_held_nbytes(files) == 500
 
@@ -28,11 +31,12 @@ def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
     proc, mount = tmp_path / "proc", tmp_path / "cgroup"
     write(proc / "41" / "cgroup", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
     write(mount / "unified/cgroup.controllers", "\n")
+    write(mount / "cpu,cpuacct/job/cpuacct.usage", "4000000000\n")
     write(mount / "cpu,cpuacct/job/cpu.stat", "nr_throttled 3\nthrottled_time 1500000000\n")
     write(mount / "memory/job/memory.limit_in_bytes", "9223372036854771712\n")
     write(mount / "memory/job/memory.usage_in_bytes", "700\n")
     files = cgroups.find(41, proc, mount)
-    assert cgroups.throttled_s(files) == 1.5
+    assert cgroups.cpu_time(files) == cgroups.CpuTime(1.5, 4.0)
     assert cgroups.memory_limit_nbytes(files) is None
     assert cgroups.memory_held_nbytes(files) == 700
 
@@ -45,11 +49,11 @@ def test_path_outside_of_a_containers_mount_is_the_root_of_the_mount(tmp_path: P
     write(mount / "memory.max", "max\n")
     files = cgroups.find("self", proc, mount)
     assert files.unified == mount
-    assert cgroups.throttled_s(files) == 1.0
+    assert cgroups.cpu_time(files) == cgroups.CpuTime(1.0)
     assert cgroups.memory_limit_nbytes(files) is None
 
 
 def test_missing_mount_or_process_gives_no_values(tmp_path: Path) -> None:
     files = cgroups.find(2**22 - 1, tmp_path / "proc", tmp_path / "cgroup")
-    assert cgroups.throttled_s(files) is None
+    assert cgroups.cpu_time(files) is None
     assert cgroups.memory_held_nbytes(files) is None
