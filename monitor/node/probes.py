@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import psutil
 
@@ -20,6 +21,8 @@ from keepstep.monitor.telemetry.ring import stat_fields
 
 _EVERY_S = 0.9
 _SLOW_EVERY_S = 5.0
+_UNREADABLE = (NotImplementedError, OSError)
+"""What psutil raises where /proc or /sys lacks a file, as in some containers."""
 
 
 class NodeProbe:
@@ -58,8 +61,7 @@ class NodeProbe:
         now_s = time.monotonic()
         if now_s >= self._slow_due_s:
             self._slow_due_s = now_s + _SLOW_EVERY_S
-            frequency = psutil.cpu_freq()
-            self._cpu_hz = float(frequency.current) * 1e6 if frequency else 0.0
+            self._cpu_hz = _cpu_hz()
             self._devices = self._gpus.sample(workers) if self._gpus is not None else ()
             self._processes = sample_processes(workers)
         cpu_time = max(filter(None, map(cgroups.cpu_time, groups)), default=cgroups.CpuTime())
@@ -101,7 +103,9 @@ class NodeProbe:
         return min(1.0, max(0.0, (busy_s - before[0]) / (total_s - before[1])))
 
     def _disk_latency_s(self) -> float:
-        counters = psutil.disk_io_counters()
+        counters = None
+        with suppress(*_UNREADABLE):
+            counters = psutil.disk_io_counters()
         if counters is None:
             return 0.0
         requests = int(counters.read_count + counters.write_count)
@@ -110,6 +114,13 @@ class NodeProbe:
         if before is None or requests <= before[0]:
             return 0.0
         return max(0.0, (spent_s - before[1]) / (requests - before[0]))
+
+
+def _cpu_hz() -> float:
+    frequency = None
+    with suppress(*_UNREADABLE):
+        frequency = psutil.cpu_freq()
+    return float(frequency.current) * 1e6 if frequency else 0.0
 
 
 def _is_stopped(pid: int) -> bool:
