@@ -331,6 +331,10 @@ def _frontiers(
         rows["ended"] = np.maximum.reduceat(np.where(operations["ended_s"] > 0, numbers, 0), starts)
         for name in ("entered", "ended"):
             rows[name][is_known] = np.maximum(rows[name][is_known], old[name][old_index[is_known]])
+        # What was called since the last reading may be lost: its slots still hold older calls.
+        rows["history"][is_known] *= ~_is_called_since(
+            old["entered"][old_index[is_known]], rows["entered"][is_known]
+        )
         newest_step = np.zeros(len(ranks), np.int64)
         np.maximum.at(newest_step, owner, operations["step"].astype(np.int64))
         is_unfinished = is_open(operations) & (numbers > rows["ended"][index])
@@ -365,6 +369,21 @@ def _frontiers(
     quiet["open"] = quiet["queued"] = 0
     quiet["began"] = quiet["entered"]
     return joined([rows, quiet]), is_unfinished
+
+
+def _is_called_since(old_entered: np.ndarray, entered: np.ndarray) -> np.ndarray:
+    """Return which slots of `history` belong to numbers above `old_entered`.
+
+    Args:
+        old_entered: highest number called before; shape (channels,).
+        entered: highest number called; shape (channels,).
+
+    Returns booleans; shape (channels, HISTORY).
+    """
+    newest = entered.astype(np.int64)[:, None]
+    number_in_slot = newest - (newest - np.arange(HISTORY)) % HISTORY
+    is_since: np.ndarray = number_in_slot > old_entered.astype(np.int64)[:, None]
+    return is_since
 
 
 def _lowest(chosen: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

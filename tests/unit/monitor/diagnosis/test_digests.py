@@ -1,5 +1,7 @@
 """Tests digests of overlapping readings, lost records and partial steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from keepstep.monitor.diagnosis.digest import (
     digest,
 )
 from keepstep.monitor.diagnosis.history import NOTHING, deviations
+from keepstep.monitor.diagnosis.mismatches import first_mismatch
 from keepstep.monitor.diagnosis.robust import median_by, spread
 from keepstep.monitor.diagnosis.steps import Window, collect
 from keepstep.monitor.diagnosis.tables import COLLECTIVE, fold_collectives, split_whole
@@ -162,6 +165,29 @@ def test_reading_does_not_change_the_state_that_it_was_given() -> None:
     before = [table.tobytes() for table in (memory.cuts, memory.frontiers, memory.steps)]
     read(trace, 12.0, -1.0, memory)
     assert [table.tobytes() for table in (memory.cuts, memory.frontiers, memory.steps)] == before
+
+
+def test_calls_that_were_lost_unread_are_not_compared() -> None:
+    trace = Trace({0: "a", 1: "a", 2: "b"}, {}, {"world": (0, 1, 2)})
+    for number in range(1, 14):
+        for rank in range(3):
+            # Of every call the size is another.
+            trace.operation(
+                rank, "world", Operation.ALL_REDUCE, number + 0.1, number + 0.2, 1024 * number
+            )
+    memory, _ = read(trace, 10.5, -1.0)
+    job = trace.job(13.5, 9.5)
+    records = job.ranks[2].records
+    lost = replace(job.ranks[2], records=records[records["number"] == 13])
+    _, result = digest([job.ranks[0], job.ranks[1], lost], job.communicators, memory)
+    assert result.frontiers["entered"].tolist() == [13, 13, 13]
+    assert first_mismatch(result.frontiers) is None
+    # What was read is still compared.
+    lost.records["nbytes"] = 4096
+    _, result = digest([job.ranks[0], job.ranks[1], lost], job.communicators, memory)
+    mismatch = first_mismatch(result.frontiers)
+    assert mismatch is not None
+    assert (mismatch.number, mismatch.minority) == (13, (2,))
 
 
 def test_phase_is_accounted_to_the_step_of_the_next_operation() -> None:
