@@ -22,6 +22,8 @@ from keepstep.monitor.telemetry.ring_files import Sweeper
 _LOG = logging.getLogger("keepstep.monitor")
 _SWEEP_EVERY_S = 60.0
 _LEAST = 128
+_FIRST_STAMP = 2
+"""Of a lane's first record; stamps grow by two a record."""
 _AHEAD = 2
 """Times the records that were new last time: the rate of a job varies."""
 
@@ -83,10 +85,7 @@ class RingSource:
         """Return whether some lane was read from later than the first record that was needed."""
         if self._count >= OPERATIONS:
             return False
-        return any(
-            lane.count >= self._count and lane.oldest > self._needed.get(key, 0)
-            for key, lane in lanes.items()
-        )
+        return any(lane.oldest > self._needed.get(key, _FIRST_STAMP) for key, lane in lanes.items())
 
     def _next_count(self, lanes: Mapping[tuple[str, bool], _LaneWindow]) -> int:
         """Return how many records of each lane to read next time; remember where this one ended."""
@@ -106,12 +105,10 @@ class _LaneWindow:
     """The records read of one lane of a ring.
 
     Args:
-        count: number of records.
-        oldest, newest: their first and last stamp.
+        oldest, newest: first and last stamp; 0 if there are none.
         needed: the first stamp that the next reading must include.
     """
 
-    count: int
     oldest: int
     newest: int
     needed: int
@@ -129,7 +126,6 @@ def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, 
             open_stamps = stamps[is_in_lane & is_unfinished]
             newest = int(lane.max()) if len(lane) else 0
             lanes[incarnations[rank.rank], holds_operations] = _LaneWindow(
-                count=len(lane),
                 oldest=int(lane.min()) if len(lane) else 0,
                 newest=newest,
                 needed=int(open_stamps.min()) if len(open_stamps) else newest + 2,

@@ -1,5 +1,6 @@
 """Claims about incremental reading of rings: few records at a time, and none is missed."""
 
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from keepstep.monitor.node.ring_source import RingSource
 from keepstep.monitor.records import Communicator, Flag, Kind, Operation, Phase
+from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import Ring, WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import Sweeper, create_ring, job_directory
 
@@ -58,6 +60,39 @@ def test_later_readings_are_small_and_a_burst_is_read_completely(ring: Ring) -> 
     # Far more than in the previous reading.
     operations(ring, 5000, 3011)
     assert set(range(3011, 8011)) <= numbers(source)
+    source.close()
+
+
+def test_burst_is_read_completely_though_one_of_its_records_is_being_written(ring: Ring) -> None:
+    source = RingSource(job_directory("run7"))
+    operations(ring, 3000)
+    numbers(source)
+    operations(ring, 10, 3001)
+    numbers(source)
+    (*_, position) = operations(ring, 5000, 3011)
+    with open(ring.path, "r+b") as file:
+        file.seek(ring.sizes.regions[0].offset + 64 * position)
+        file.write(struct.pack("<Q", 2 * position + 1))
+    assert set(range(3011, 8010)) <= numbers(source)
+    source.close()
+
+
+def test_new_ring_is_read_once_beside_a_busy_one(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = RingSource(job_directory("run7"))
+    operations(ring, 3000)
+    numbers(source)
+    counts: list[int] = []
+    read = JobRings.read
+    monkeypatch.setattr(
+        JobRings, "read", lambda rings, count: (counts.append(count), read(rings, count))[1]
+    )
+    other = create_ring(WorkerIdentity("run7", 4, "node-a"))
+    operations(other, 5)
+    assert {reading.records.rank for reading in source.read()} == {3, 4}
+    assert len(counts) == 1
+    other.close()
     source.close()
 
 
