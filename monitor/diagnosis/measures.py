@@ -48,7 +48,8 @@ class MeasureHistory:
         calm: for each measure, logarithms of the medians of the last normal steps.
         odd: for each measure, the number of consecutive anomalous steps.
         standing: findings that still hold.
-        step: the newest step judged.
+        step: the newest step reported.
+        compared: the step of the newest comparison of each communicator's replicas.
     """
 
     pending: np.ndarray
@@ -56,10 +57,11 @@ class MeasureHistory:
     odd: Mapping[int, int]
     standing: tuple[MeasureFinding, ...]
     step: int
+    compared: Mapping[int, int]
 
 
 EMPTY_MEASURE_HISTORY = MeasureHistory(
-    pending=np.zeros(0, MEASURE), calm={}, odd={}, standing=(), step=0
+    pending=np.zeros(0, MEASURE), calm={}, odd={}, standing=(), step=0, compared={}
 )
 
 
@@ -77,7 +79,9 @@ def judge_measures(
 
     A step is judged once all expected ranks have reported it, or others are `late` steps further;
     values that are not finite are judged at once. Measures of far nodes arrive later than those of
-    near ones, so a finding holds from the time at which it is made.
+    near ones, so a finding holds from the time at which it is made. A daemon that was restarted
+    reports again what rings still hold: what is older than any report is waited for says nothing
+    new.
 
     Args:
         curves: as returned by the last call.
@@ -89,16 +93,17 @@ def judge_measures(
         now_s: the job's clock.
         thresholds: what counts, and for how long findings hold.
     """
+    measures = measures[measures["step"] + late > curves.step]
     pending = np.concatenate([curves.pending, measures])
     standing = {
         (finding.verdict.subject, finding.verdict.syndrome): finding for finding in curves.standing
     }
     curves = replace(curves, step=max(curves.step, int(measures["step"].max(initial=0))))
     until = (curves.step + thresholds.held, now_s + thresholds.held_s)
-    for verdict in _not_finite(measures, nodes):
+    for verdict in _not_finite(measures[measures["step"] + late > curves.step], nodes):
         standing[verdict.subject, verdict.syndrome] = MeasureFinding(verdict, *until)
     keep = np.ones(len(pending), bool)
-    calm, odd = dict(curves.calm), dict(curves.odd)
+    calm, odd, compared = dict(curves.calm), dict(curves.odd), dict(curves.compared)
     order = np.lexsort((pending["communicator"], pending["code"], pending["step"]))
     keys = pending[["step", "code", "communicator"]][order]
     starts = (
@@ -121,7 +126,11 @@ def judge_measures(
             else _spike(rows, calm, odd, nodes, thresholds)
         )
         compared_communicator = int(rows["communicator"][0]) if is_checksum else 0
+        # Step 0: the job does not mark its steps.
+        if compared_communicator and 0 < step <= compared.get(compared_communicator, 0):
+            continue
         if compared_communicator:
+            compared[compared_communicator] = step
             # The newest comparison of these replicas decides whether the finding holds.
             standing = {
                 key: replace(finding, communicator=0)
@@ -142,7 +151,12 @@ def judge_measures(
         if finding.communicator or finding.step >= curves.step or finding.until_s >= now_s
     )
     curves = MeasureHistory(
-        pending=pending[keep], calm=calm, odd=odd, standing=still_standing, step=curves.step
+        pending=pending[keep],
+        calm=calm,
+        odd=odd,
+        standing=still_standing,
+        step=curves.step,
+        compared=compared,
     )
     return curves, tuple(finding.verdict for finding in still_standing)
 

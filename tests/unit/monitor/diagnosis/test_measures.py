@@ -1,6 +1,7 @@
 """Tests verdicts on losses, gradient norms and checksums over steps."""
 
 import numpy as np
+import pytest
 
 from keepstep.monitor.diagnosis.measures import EMPTY_MEASURE_HISTORY, judge_measures
 from keepstep.monitor.diagnosis.tables import MEASURE
@@ -130,3 +131,66 @@ def test_loss_that_is_not_finite_is_reported_even_if_its_report_is_late() -> Non
         EMPTY_MEASURE_HISTORY, rows, 4, 60.0, WORLD, NODES, 0.0, MeasureThresholds()
     )
     assert verdict.syndrome == "loss not finite"
+
+
+def reported_again(
+    code: Measure, values: list[list[float]], again: list[tuple[int, int, float]], late: float
+) -> list[set[tuple[str, tuple[int, ...]]]]:
+    """Return what held after each step, and after some measures were reported once more.
+
+    Args:
+        code: the measure.
+        values: for each step, that of each rank.
+        again: rank, step and value of what a restarted daemon reports.
+        late: steps after which missing ranks are no longer waited for.
+    """
+    curves, held = EMPTY_MEASURE_HISTORY, []
+    by_step = [
+        [(rank, step, value) for rank, value in enumerate(step_values)]
+        for step, step_values in enumerate(values, 1)
+    ]
+    for now_s, measures in enumerate([*by_step, again]):
+        rows = np.zeros(len(measures), MEASURE)
+        for row, (rank, step, value) in zip(rows, measures, strict=True):
+            row["rank"], row["step"], row["value"] = rank, step, value
+        rows["code"] = code
+        rows["communicator"] = 1 if code is Measure.REPLICA_CHECKSUM else 0
+        curves, verdicts = judge_measures(
+            curves, rows, 4, late, WORLD, NODES, 60.0 * now_s, MeasureThresholds()
+        )
+        held.append({(str(verdict.syndrome), verdict.subject.ranks) for verdict in verdicts})
+    return held
+
+
+def test_loss_of_long_ago_that_a_restarted_daemon_reports_again_is_no_news() -> None:
+    losses = [[2.0] * 4 for _ in range(100)]
+    losses[9] = [2.0, 2.0, 2.0, float("nan")]
+    held = reported_again(Measure.LOSS, losses, [(3, 10, float("nan")), (3, 100, 2.0)], 3.0)
+    assert held[9] == {("loss not finite", (3,))}
+    assert held[-2:] == [set(), set()]
+
+
+def test_restarted_daemon_of_all_ranks_finds_no_loss_of_long_ago() -> None:
+    rows = np.zeros(100, MEASURE)
+    rows["rank"], rows["step"], rows["value"] = 3, np.arange(1, 101), 2.0
+    rows["value"][9] = float("nan")
+    _, verdicts = judge_measures(
+        EMPTY_MEASURE_HISTORY, rows, 1, 3.0, WORLD, NODES, 0.0, MeasureThresholds()
+    )
+    assert verdicts == ()
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks", "late"),
+    [(1, range(4), 3.0), (1, range(4), 60.0), (20, range(2), 60.0)],
+    ids=["of long ago", "older than the finding", "a part of those of the finding"],
+)
+def test_checksums_that_a_restarted_daemon_reports_again_do_not_end_a_finding(
+    step: int, ranks: range, late: float
+) -> None:
+    good, bad = [7.0] * 4, [7.0, 7.0, 7.0, 8.0]
+    sums = [good, *[list[float]()] * 18, bad, *[list[float]()] * 180]
+    # The next comparison has begun: rank 0 has reported it.
+    again = [*((rank, step, 7.0) for rank in ranks), (0, 200, 7.0)]
+    held = reported_again(Measure.REPLICA_CHECKSUM, sums, again, late)
+    assert held[-2:] == [{("silent data corruption", (3,))}] * 2
