@@ -44,7 +44,7 @@ def operations(reader: RingReader, since: int) -> list[dict[str, Any]]:
     """Return the operations from a position on, once none is awaited, or in some seconds."""
     deadline_s = time.monotonic() + _SETTLING_S
     while True:
-        records = reader.operations.since(since).records
+        records = reader.operations.last(reader.operations.position - since)
         is_settled = (records["ended_s"] > 0) | ((records["flags"] & Flag.UNOBSERVED) != 0)
         if bool(is_settled.all()) or time.monotonic() > deadline_s:
             break
