@@ -14,15 +14,13 @@ import numpy as np
 from keepstep.checkpoint.conversion.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.content_digest import DIGEST
+from keepstep.checkpoint.layout.content_digest import OF_ONE_SAVE
 from keepstep.checkpoint.layout.described import found, is_wider
-from keepstep.checkpoint.layout.documents import CONFIG, MASTERS, PROVENANCE, TIED
+from keepstep.checkpoint.layout.documents import CONFIG, MASTERS, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
 
 MODEL = "model"
-_OF_ONE_SAVE = frozenset({DIGEST, PROVENANCE})
-"""Documents about how the source was saved, which say nothing of what is made of it."""
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 """The data types between which a conversion rounds, to the nearest value, ties to even."""
@@ -73,7 +71,7 @@ class Selection:
     def documents(self) -> Mapping[str, Json]:
         """The documents that go with the tensors."""
         if not self.only_model:
-            documents = {n: c for n, c in self.whole.documents.items() if n not in _OF_ONE_SAVE}
+            documents = {n: c for n, c in self.whole.documents.items() if n not in OF_ONE_SAVE}
             if matched := set(self.matched_masters()):
                 del documents[MASTERS]
                 if wider := {n: e for n, e in self.masters.items() if n not in matched}:
@@ -105,7 +103,7 @@ class Selection:
         """Return the names of the tensors and documents that `only_model` leaves out."""
         if not self.only_model:
             return []
-        documents = self.whole.documents.keys() - self.documents.keys() - _OF_ONE_SAVE
+        documents = self.whole.documents.keys() - self.documents.keys() - OF_ONE_SAVE
         empty = {name for name in documents if self.whole.documents[name] in ({}, [], None)}
         return sorted((self.whole.tensors.keys() - self.tensors.keys()) | (documents - empty))
 

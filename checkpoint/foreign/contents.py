@@ -17,11 +17,8 @@ from keepstep.checkpoint.foreign.pickled_json import NotJson, as_json, described
 from keepstep.checkpoint.foreign.pickled_values import NumpyArray, Record
 from keepstep.checkpoint.foreign.pieces import ForeignTensor, whole
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.layout.names import check_keys
-
-VALUES = "values"
-"""The document that has values by name, which `checkpoint.load` puts into the state's mappings."""
 
 _MOST_DEPTH = 200
 _SHOWN = 80

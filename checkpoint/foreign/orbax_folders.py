@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from keepstep.checkpoint.foreign.arrays import MemoryArray
-from keepstep.checkpoint.foreign.contents import VALUES, Contents, step_of
+from keepstep.checkpoint.foreign.contents import Contents, step_of
 from keepstep.checkpoint.foreign.files import ForeignFiles, damaged
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_json_object
@@ -23,6 +23,7 @@ from keepstep.checkpoint.foreign.orbax_ocdbt import MANIFEST
 from keepstep.checkpoint.foreign.orbax_tree import METADATA, STRINGS, Leaf, OrbaxTree, Path
 from keepstep.checkpoint.foreign.pieces import ForeignTensor, whole
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.documents import VALUES
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 
 STEP_METADATA = "_CHECKPOINT_METADATA"

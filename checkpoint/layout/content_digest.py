@@ -12,9 +12,16 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.documents import PROVENANCE
 
 DIGEST = "saved/digest"
 """The document that holds the digest."""
+
+OF_ONE_SAVE = frozenset({DIGEST, PROVENANCE})
+"""Documents about how a state was saved: equal states may have others.
+
+The digest depends on the chunks, so on how many ranks saved, and only some saves take one.
+"""
 
 _MODULUS = 2**64
 

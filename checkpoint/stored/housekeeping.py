@@ -26,8 +26,7 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
 )
 from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.content_digest import DIGEST
-from keepstep.checkpoint.layout.documents import PROVENANCE
+from keepstep.checkpoint.layout.content_digest import OF_ONE_SAVE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.stored.chunking import StoredTensor
@@ -53,9 +52,6 @@ from keepstep.checkpoint.stored.zarr_metadata import array_metadata, required_fe
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
-# Of equal states each says for itself where it comes from, and has a digest that depends on whether
-# and by how many ranks one was taken.
-_OF_ONE_SAVE = frozenset({PROVENANCE, DIGEST})
 # What writers of checkpoints leave of the objects that they write beside them. Other tools, and
 # conversions to a file, write beside them too.
 _LEFT_BESIDE = re.compile(
@@ -450,7 +446,7 @@ def differing_documents(first: Mapping[str, Json], second: Mapping[str, Json]) -
         # content says what its absence says.
         return encode(to_strict_json(documents.get(name) or None))
 
-    names = sorted((first.keys() | second.keys()) - _OF_ONE_SAVE)
+    names = sorted((first.keys() | second.keys()) - OF_ONE_SAVE)
     return tuple(name for name in names if text(first, name) != text(second, name))
 
 
