@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -61,7 +61,9 @@ def new_file(
         try:
             file.close()
         except OSError:
-            file.discard()
+            # What cannot be given up hides no error that says more.
+            with suppress(OSError):
+                file.discard()
             if system.exists(remote):
                 raise _exists(url) from None
             raise

@@ -1,14 +1,15 @@
 """Copies live tensors into memory that is shared with another process, and kept for the next copy.
 
-The copy is one call of a thread, which does not hold the GIL: meanwhile the ranks can agree. From a
+The copy is one call in a thread, which does not hold the GIL: meanwhile the ranks can agree. From a
 GPU it is one into page-locked memory. The first copy pays for the memory: its pages are made before
 they are written.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -25,7 +26,7 @@ _NUMBER = 0
 class SharedBuffer:
     """One buffer, mapped here and by whoever gets its descriptor. `close` frees it.
 
-    Owns the thread that copies. Whoever closes or replaces the buffer waits for it.
+    A thread copies; `close`, `reserve` and the next copy wait for it.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,6 @@ class SharedBuffer:
         self._arena: Arena | None = None
         self._entries: tuple[Entry, ...] = ()
         self._views: list[torch.Tensor] = []
-        self._thread: ThreadPoolExecutor | None = None
         self._copying: Future[None] | None = None
 
     @property
@@ -95,18 +95,25 @@ class SharedBuffer:
 
         Returns:
             What is done when the copy is; its exception is a RuntimeError if the device has failed.
+
+        Raises:
+            RuntimeError: the device has failed, or the system starts no thread.
         """
         assert self._arena is not None, "memory is reserved before"
         self._await_copy()
         if entries is not self._entries:
             self._views = views_over(self._arena, entries, signature_of(tensors))
             self._entries = entries
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-copy")
-        self._copying = self._thread.submit(
-            _copy, self._copies, self._views, [t.data for t in tensors], self._copies.mark()
-        )
-        return self._copying
+        sources, done = [tensor.data for tensor in tensors], Future[None]()
+        # It may wait for a device that never answers, which must not keep the process alive.
+        threading.Thread(
+            target=_copy,
+            args=(self._copies, self._views, sources, self._copies.mark(), done),
+            name="keepstep-copy",
+            daemon=True,
+        ).start()
+        self._copying = done
+        return done
 
     def put(self, offset: int, data: memoryview) -> None:
         """Copy bytes to this offset, where nothing else is copied."""
@@ -114,11 +121,8 @@ class SharedBuffer:
         self._arena.buffer[offset : offset + data.nbytes] = data
 
     def close(self) -> None:
-        """Free the memory, once the other process has let go of it too, and end the thread."""
+        """Free the memory, once the other process has let go of it too."""
         self._await_copy()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
         self._entries, self._views = (), []
         self._copies.close()
         arena, self._arena = self._arena, None
@@ -137,7 +141,14 @@ def _copy(
     views: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     mark: object,
+    done: Future[None],
 ) -> None:
-    copies.bind()
-    with torch.no_grad():
-        copies.copy(views, sources, mark)
+    try:
+        copies.bind()
+        # The caller may have made the views in this mode; then they can be written in no other.
+        with torch.inference_mode():
+            copies.copy(views, sources, mark)
+    except BaseException as error:  # noqa: BLE001 - the thread's edge: the result raises it
+        done.set_exception(error)
+    else:
+        done.set_result(None)

@@ -30,7 +30,7 @@ _LOCK_ERRORS = {
 
 
 class StateCopies(Protocol):
-    """Copies from the device that the state is on. All but `mark` is called by one thread."""
+    """Copies from the device that the state is on. `mark` apart, one thread at a time calls it."""
 
     def bind(self) -> None:
         """Prepare the calling thread."""

@@ -231,7 +231,11 @@ class Saver:
         copied = [tensors[i] for i in plan.copied]
         if not self._buffer.fits(plan.nbytes, _device_of(copied)):
             return _Capture(watched=watched, versions=versions)
-        done = self._buffer.begin_copy(copied, plan.entries)
+        try:
+            done = self._buffer.begin_copy(copied, plan.entries)
+        except RuntimeError:
+            # It is tried again when the ranks have agreed; then the save alone fails.
+            return _Capture(watched=watched, versions=versions)
         return _Capture(watched=watched, versions=versions, plan=plan, copied=done)
 
     def _copy(

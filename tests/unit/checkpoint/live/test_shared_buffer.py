@@ -1,12 +1,18 @@
-"""Claims about the buffer of a save in the background when the system refuses it."""
+"""Claims about the buffer of a save in the background: refusals, failures, modes of the caller."""
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import pytest
 import torch
 
+from keepstep.checkpoint.live.packing import pack
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.state_copies import HostCopies
+from keepstep.checkpoint.live.tensors import describe
+from tests.patience import patient
 
 CPU = torch.device("cpu")
 
@@ -25,5 +31,45 @@ def test_buffer_that_cannot_be_locked_is_not_taken_for_one_that_is_ready(
                 buffer.reserve(1000, CPU, lambda: 2**30)
         assert buffer.reserve(1000, CPU, lambda: 2**30), "the other process has no buffer yet"
         assert not buffer.reserve(1000, CPU, lambda: 2**30)
+    finally:
+        buffer.close()
+
+
+@pytest.mark.parametrize("is_first_in_inference_mode", [True, False])
+def test_tensors_are_copied_whether_or_not_the_caller_is_in_inference_mode(
+    is_first_in_inference_mode: bool,
+) -> None:
+    tensor = torch.ones(5)
+    tensors = [describe("a", tensor)]
+    entries, nbytes = pack(tensors)
+    buffer = SharedBuffer()
+    try:
+        for number in (0, 1):
+            tensor.fill_(float(number))
+            with torch.inference_mode(is_first_in_inference_mode == (number == 0)):
+                buffer.reserve(nbytes, CPU, lambda: 2**30)
+                buffer.begin_copy(tensors, entries).result(patient(60.0))
+            copied = np.frombuffer(os.pread(buffer.descriptor, 20, 0), np.float32)
+            assert copied.tolist() == [float(number)] * 5
+    finally:
+        buffer.close()
+
+
+def test_failure_of_a_copy_is_its_result_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no device")
+
+    tensors = [describe("a", torch.ones(5))]
+    entries, nbytes = pack(tensors)
+    buffer = SharedBuffer()
+    try:
+        buffer.reserve(nbytes, CPU, lambda: 2**30)
+        with monkeypatch.context() as patch:
+            patch.setattr(HostCopies, "copy", refuse)
+            with pytest.raises(RuntimeError, match="no device"):
+                buffer.begin_copy(tensors, entries).result(patient(60.0))
+        buffer.begin_copy(tensors, entries).result(patient(60.0))
     finally:
         buffer.close()
