@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
@@ -74,11 +75,12 @@ class DataPass(Generic[T]):
             )
             self._batches = Batches(indexed, order, collate, workers, loader_options or {})
             length = steps if steps is not None else epochs * order.steps_per_epoch
+            # It is stored as JSON, which has no place for NumPy's integers.
             self._indexed = IndexedPass(
-                begin=begin,
-                end=begin + length,
-                global_batch=global_batch,
-                samples=order.samples,
+                begin=operator.index(begin),
+                end=operator.index(begin + length),
+                global_batch=operator.index(global_batch),
+                samples=operator.index(order.samples),
             )
         self._global_batch = global_batch
         self._micro_batch = micro_batch

@@ -135,7 +135,9 @@ class GenerationState:
         state = self._build(world)
         self._release = state.release
         self._initial_extra.note(state.extra)
-        own_extra = state.extra
+        # What outlives a generation begins as in a new process: a step that was undone may have
+        # given it tensors, which no snapshot has.
+        self._initial_extra.restore(state.extra)
         if self._judge is not None:
             for told in all_gather_json(self._judge.to_json()):
                 self._judge.learn(StepJudge.from_json(told))
@@ -159,8 +161,6 @@ class GenerationState:
         resumed = snapshots.resume(self._seed, self._newest_step(assignment))
         position = self.position = resumed.position
         self._passes.resume(position)
-        if resumed.begins:
-            self._initial_extra.restore(own_extra)
         if self._judge is not None:
             self._judge.resume(position.step)
         if resumed.loaded is not None:

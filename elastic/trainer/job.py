@@ -100,6 +100,7 @@ class Job:
         )
         self._rejected: RejectedStep | None = None
         self._batch_generation: int | None = None
+        self._pass_generation = 0
         self._batch_position = Position()
         self._reported_first_step = False
         self._marked_step = 0
@@ -224,8 +225,9 @@ class Job:
         )
         position = self._state.position
         if position.batch < data.begin:
-            # Nothing restores this: an earlier pass is returned to within a loop, or by a new
-            # process.
+            if self._pass_generation != self.world.generation:
+                # The script counted steps of the pass before that were undone meanwhile.
+                self._restart_script("steps of the pass before were undone")
             raise UsageError(
                 f"job.batches was called while {data.begin - position.batch} global batches of the "
                 "pass before are left: its loop is still running, or was left early, as by `break`;"
@@ -233,6 +235,7 @@ class Job:
             )
         data.check_continues(position)
         self._passes.begin(data)
+        self._pass_generation = self.world.generation
         try:
             yield from self._batches_of(data)
         finally:
@@ -312,7 +315,8 @@ class Job:
             raise UsageError(
                 "job.step() is called outside of a loop over job.batches, which counts the batches "
                 "that steps have consumed and ends a generation in good order: call it inside, "
-                "once for each batch"
+                "once for each batch, before the next batch is read (to read ahead, give "
+                "`workers`)"
             )
         if self._batch_generation != self.world.generation:
             raise UsageError(

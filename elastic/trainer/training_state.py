@@ -7,6 +7,7 @@ and the position.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import check_mesh_positions
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State
+
+log = logging.getLogger("keepstep")
 
 _TRAINER = "trainer"
 _EXTRA_TENSORS = "extra_tensors"
@@ -215,13 +218,14 @@ class TrainingState:
         stored_extra_keys = source.documents[_TRAINER].get(_EXTRA_TENSORS, {})
         for key, tensors in tensors_of_extra.items():
             keys, stored_keys = _keys(tensors), set(stored_extra_keys.get(key, ()))
-            # One rank's keys are stored: those of other stages are others, and those of other ranks
-            # may be. If that rank had all that this one has, and more, then something is lost.
+            # One rank's keys are stored. Those of other stages are others, and those of other ranks
+            # may be, so that what is missing here may have its place elsewhere.
             if keys < stored_keys and not self._is_stage:
-                raise LayoutMismatch(
-                    f"{min(stored_keys - keys)}: in step {source.step}, but not among the tensors "
-                    f"of {key!r}, so it would be lost; {_MAKE_TENSORS}"
-                )
+                log.warning(
+                    "%s is in step %d, but not among the tensors of %r on rank %d: it is lost, "
+                    "unless another rank has it; %s",
+                    min(stored_keys - keys), source.step, key, self._rank, _MAKE_TENSORS,
+                )  # fmt: skip
             missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
             if missing and len(missing) < len(tensors):
                 raise LayoutMismatch(
@@ -331,8 +335,7 @@ class TrainingState:
             if tensors and all(tensor.key in begun.source.tensors for tensor in tensors):
                 # The tensors that `state_dict` returned may be copies.
                 value.load_state_dict(state)
-            elif stored.get(key) is not None:
-                # Also where it has tensors by now: of a step that was undone, if it outlives them.
+            elif not tensors and stored.get(key) is not None:
                 value.load_state_dict(from_json_value(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:

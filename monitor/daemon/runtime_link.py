@@ -28,6 +28,7 @@ from keepstep.monitor.diagnosis.policy import (
     decide,
     record_fallback,
     revert_action,
+    within_budget,
 )
 from keepstep.monitor.diagnosis.subjects import begun_since, with_job_nodes
 from keepstep.monitor.errors import RuntimeUnreachable
@@ -211,6 +212,9 @@ class RuntimeLink:
         outcome = "alerted"
         enforcer = self._components.enforcer
         if action.kind is not ActionKind.ALERT:
+            assert self._components.policy is not None, "actions are the policy's"
+            # Other actions of the same round may have used up the budget.
+            action = within_budget(self._components.policy, self.policy_state, action)
             done = (
                 await self._call("enforcer", lambda: enforcer.enforce(action, generation))
                 if enforcer is not None

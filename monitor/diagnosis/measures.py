@@ -49,6 +49,7 @@ class MeasureHistory:
         odd: for each measure, the number of consecutive anomalous steps.
         standing: findings that still hold.
         step: the newest step reported.
+        reported: the newest step reported of each measure of each rank; dtype REPORTED.
         compared: the step of the newest comparison of each communicator's replicas.
     """
 
@@ -57,11 +58,21 @@ class MeasureHistory:
     odd: Mapping[int, int]
     standing: tuple[MeasureFinding, ...]
     step: int
+    reported: np.ndarray
     compared: Mapping[int, int]
 
 
+REPORTED = np.dtype([("measure", "<u8"), ("step", "<i8")])
+"""`measure` has the rank, the code and the communicator."""
+
 EMPTY_MEASURE_HISTORY = MeasureHistory(
-    pending=np.zeros(0, MEASURE), calm={}, odd={}, standing=(), step=0, compared={}
+    pending=np.zeros(0, MEASURE),
+    calm={},
+    odd={},
+    standing=(),
+    step=0,
+    reported=np.zeros(0, REPORTED),
+    compared={},
 )
 
 
@@ -80,8 +91,8 @@ def judge_measures(
     A step is judged once all expected ranks have reported it, or others are `late` steps further;
     values that are not finite are judged at once. Measures of far nodes arrive later than those of
     near ones, so a finding holds from the time at which it is made. A daemon that was restarted
-    reports again what rings still hold: what is older than any report is waited for says nothing
-    new.
+    reports again what rings still hold, which says nothing new. To a root that was restarted
+    itself, all is new: what is older than any report is waited for is left out then.
 
     Args:
         curves: as returned by the last call.
@@ -93,14 +104,17 @@ def judge_measures(
         now_s: the job's clock.
         thresholds: what counts, and for how long findings hold.
     """
-    measures = measures[measures["step"] + late > curves.step]
+    measures, reported = _news(measures, curves.reported)
+    if not curves.step:
+        newest = int(measures["step"].max(initial=0))
+        measures = measures[measures["step"] + late > newest]
     pending = np.concatenate([curves.pending, measures])
     standing = {
         (finding.verdict.subject, finding.verdict.syndrome): finding for finding in curves.standing
     }
     curves = replace(curves, step=max(curves.step, int(measures["step"].max(initial=0))))
     until = (curves.step + thresholds.held, now_s + thresholds.held_s)
-    for verdict in _not_finite(measures[measures["step"] + late > curves.step], nodes):
+    for verdict in _not_finite(measures, nodes):
         standing[verdict.subject, verdict.syndrome] = MeasureFinding(verdict, *until)
     keep = np.ones(len(pending), bool)
     calm, odd, compared = dict(curves.calm), dict(curves.odd), dict(curves.compared)
@@ -156,9 +170,33 @@ def judge_measures(
         odd=odd,
         standing=still_standing,
         step=curves.step,
+        reported=reported,
         compared=compared,
     )
     return curves, tuple(finding.verdict for finding in still_standing)
+
+
+def _news(measures: np.ndarray, reported: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the measures that were not reported before, and what is reported now.
+
+    Args:
+        measures: dtype MEASURE; those of step 0, of a job that does not mark its steps, are news.
+        reported: dtype REPORTED.
+    """
+    keys = (
+        measures["rank"].astype(np.uint64) << np.uint64(40)
+        | measures["code"].astype(np.uint64) << np.uint64(32)
+        | measures["communicator"].astype(np.uint64)
+    )
+    known, position = np.unique(np.concatenate([reported["measure"], keys]), return_inverse=True)
+    of_old, of_new = position[: len(reported)], position[len(reported) :]
+    newest = np.zeros(len(known), REPORTED)
+    newest["measure"] = known
+    newest["step"][of_old] = reported["step"]
+    steps = measures["step"].astype(np.int64)
+    is_news = (steps > newest["step"][of_new]) | (steps == 0)
+    np.maximum.at(newest["step"], of_new, steps)
+    return measures[is_news], newest
 
 
 def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[Verdict]:

@@ -386,6 +386,16 @@ def _fallback_ranks(
     return () if is_denied else ranks
 
 
+def within_budget(
+    policy: EnforcementPolicy, state: EnforcementState, action: EnforcementAction
+) -> EnforcementAction:
+    """Return an action without a restart instead that the budget does not allow any more."""
+    restart, ranks = ActionKind.RESTART_WORKER, action.fallback_ranks
+    if not ranks or not _refusal_reason(policy, state, restart, (), ranks, {}):
+        return action
+    return replace(action, fallback_ranks=())
+
+
 def _refusal_reason(
     policy: EnforcementPolicy,
     state: EnforcementState,

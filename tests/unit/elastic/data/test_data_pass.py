@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from keepstep.elastic.data.data_pass import DataPass
@@ -80,6 +83,19 @@ def test_pass_of_a_restored_position_is_kept_until_the_script_has_come_to_it() -
 
 
 def test_position_in_a_stream_is_in_no_pass_with_an_index() -> None:
-    stream: DataPass[Any] = DataPass(1, 16, 0, iter(range(64)), 4, steps=16)
+    class Numbers:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(64))
+
+    stream: DataPass[Any] = DataPass(1, 16, 0, Numbers(), 4, steps=16)
     assert stream.located(located(20)).indexed_pass is None
     stream.check_continues(located(20))
+
+
+def test_a_pass_of_numpys_numbers_is_stored_as_json() -> None:
+    data = DataPass(1, 16, 0, range(SAMPLES), np.int64(4), steps=np.int64(20))  # type: ignore[arg-type]
+    stored = data.located(Position(20, 20)).indexed_pass
+    assert stored is not None
+    assert json.loads(json.dumps(stored.document())) == {
+        "begin": 16, "end": 36, "global_batch": 4, "samples": SAMPLES
+    }  # fmt: skip

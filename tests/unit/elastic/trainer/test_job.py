@@ -445,6 +445,27 @@ def test_job_that_begins_once_more_has_its_extra_objects_as_they_were(running: R
         assert made[1].state == {"count": 0.0}
 
 
+def test_extra_object_that_outlives_a_generation_is_restored_into_what_a_new_process_has(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an undone step it kept tensors that no snapshot had."""
+    kept = Counter(1.0)
+    states_restored_into = []
+
+    def resume(*_: object) -> Resumed:
+        states_restored_into.append(dict(kept.state))
+        return Resumed(Position(3, 3), "memory")
+
+    running.job._state._build = lambda world: replace(build(world), extra={"kept": kept})
+    monkeypatch.setattr(SnapshotManager, "resume", resume)
+    with running.job as job:
+        with job.guard():
+            kept.state["count"] = 5.0
+            kept.state["mean"] = torch.ones(2)
+            raise PEER_LOST
+        assert states_restored_into == [{"count": 1.0}] * 2
+
+
 @pytest.mark.parametrize("failure", [RankFailed, CheckpointError])
 def test_roll_back_that_cannot_reach_storage_goes_on_from_memory(
     running: Running,
@@ -680,6 +701,28 @@ def test_script_whose_state_is_of_an_earlier_pass_begins_anew(
 
     with pytest.raises(Replaced, match="in an earlier pass over the data"), running.job:
         train_two_passes()
+
+
+def test_script_that_counted_steps_which_were_undone_begins_anew(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next pass begins too early, but it did nothing wrong."""
+    resumed = Resumed(Position(1, 1), "memory")
+
+    def train_two_passes_by_counting() -> None:
+        for _ in range(2):
+            for number, _ in enumerate(batches(running.job), 1):
+                if number == 3:
+                    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: resumed)
+                    with running.job.guard():
+                        raise PEER_LOST
+                else:
+                    assert running.step().completed
+                if number == len(SAMPLES):
+                    break
+
+    with pytest.raises(Replaced, match="steps of the pass before were undone"), running.job:
+        train_two_passes_by_counting()
 
 
 def read_shard(shard: int, offset: int) -> Iterator[tuple[torch.Tensor, int]]:

@@ -133,6 +133,13 @@ def test_loss_that_is_not_finite_is_reported_even_if_its_report_is_late() -> Non
     assert verdict.syndrome == "loss not finite"
 
 
+def test_loss_that_is_first_reported_long_after_others_went_on_is_news() -> None:
+    """As of a daemon that could not reach its parent for a while."""
+    losses = [[2.0] * 3 for _ in range(200)]
+    held = reported_again(Measure.LOSS, losses, [(3, 50, float("nan"))], 60.0)
+    assert {syndrome for syndrome, _ in held[-1]} == {"loss not finite"}
+
+
 def reported_again(
     code: Measure, values: list[list[float]], again: list[tuple[int, int, float]], late: float
 ) -> list[set[tuple[str, tuple[int, ...]]]]:

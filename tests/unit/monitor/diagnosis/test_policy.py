@@ -18,6 +18,7 @@ from keepstep.monitor.diagnosis.policy import (
     max_replacements,
     record_fallback,
     revert_action,
+    within_budget,
 )
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
@@ -200,6 +201,24 @@ def test_hang_is_restarted_each_minute_within_the_budget_if_its_node_cannot_be_r
     restarted_s = hangs_restarted_instead(POLICY, advice)
     assert restarted_s == [1.0 + POLICY.replace_cost_s * turn for turn in range(10)]
     assert hangs_restarted_instead(replace(POLICY, restarts=3), advice) == restarted_s[:3]
+
+
+def test_restarts_instead_of_replacements_of_one_round_keep_to_the_budget_together() -> None:
+    policy = replace(POLICY, restarts=1)
+    hangs = [
+        verdict(rank, Syndrome.NON_COMMUNICATION_HANG, math.inf, Advice.REPLACE_NODE)
+        for rank in (0, 3)
+    ]
+    state = EnforcementState()
+    for second in range(3):
+        state, actions = decide(policy, state, hangs, NODES, 1.0, float(second))
+        if actions:
+            break
+    first, second_action = actions
+    assert within_budget(policy, state, first).fallback_ranks == first.fallback_ranks != ()
+    state, _ = record_fallback(state, first, NODES)
+    assert second_action.fallback_ranks
+    assert within_budget(policy, state, second_action).fallback_ranks == ()
 
 
 @pytest.mark.parametrize(("alerted_before", "alerts"), [(False, 1), (True, 0)])
