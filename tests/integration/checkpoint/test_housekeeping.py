@@ -247,7 +247,7 @@ def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collec
 ) -> None:
     checkpoint.save(str(tmp_path), STATE, step=1)
     target = tmp_path / "x.pt"
-    with new_file(str(target)) as file:
+    with new_file(str(target), nbytes=13) as file:
         file.write(b"half")
         file.flush()
         (unfinished,) = tmp_path.glob("x.pt.*.unfinished")
