@@ -91,8 +91,7 @@ def judge_measures(
     A step is judged once all expected ranks have reported it, or others are `late` steps further;
     values that are not finite are judged at once. Measures of far nodes arrive later than those of
     near ones, so a finding holds from the time at which it is made. A daemon that was restarted
-    reports again what rings still hold, which says nothing new. To a root that was restarted
-    itself, all is new: what is older than any report is waited for is left out then.
+    reports again what rings still hold, which says nothing new.
 
     Args:
         curves: as returned by the last call.
@@ -105,16 +104,15 @@ def judge_measures(
         thresholds: what counts, and for how long findings hold.
     """
     measures, reported = _news(measures, curves.reported)
-    if not curves.step:
-        newest = int(measures["step"].max(initial=0))
-        measures = measures[measures["step"] + late > newest]
+    # To a root that was restarted itself all is new: only what is waited for still happened now.
+    oldest = -1.0 if curves.step else int(measures["step"].max(initial=0)) - late
     pending = np.concatenate([curves.pending, measures])
     standing = {
         (finding.verdict.subject, finding.verdict.syndrome): finding for finding in curves.standing
     }
     curves = replace(curves, step=max(curves.step, int(measures["step"].max(initial=0))))
     until = (curves.step + thresholds.held, now_s + thresholds.held_s)
-    for verdict in _not_finite(measures, nodes):
+    for verdict in _not_finite(measures[measures["step"] > oldest], nodes):
         standing[verdict.subject, verdict.syndrome] = MeasureFinding(verdict, *until)
     keep = np.ones(len(pending), bool)
     calm, odd, compared = dict(curves.calm), dict(curves.odd), dict(curves.compared)
