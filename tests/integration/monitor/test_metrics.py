@@ -32,7 +32,9 @@ UNITLESS = (
     "_step", "_up", "_active", "_ranks", "_generation", "_load1", "_missing_children",
 )  # fmt: skip
 GPU = GpuMetrics(0, 60.0, 1.4e9, 400.0, 1 << 30, 80 << 30, 0, 3, (13,), 0.9)
-FULL = NodeMetrics("node-a", 10.0, 0.5, 2.0, 1.5, 2.4e9, 64 << 30, 32 << 30, 0, 0.002, (GPU,), (3,))
+FULL = NodeMetrics(
+    "node-a", 10.0, 0.5, 2.0, 1.5, 9.0, 2.4e9, 64 << 30, 32 << 30, 0, 0.002, (GPU,), (3,)
+)
 
 
 class FullProbe:
