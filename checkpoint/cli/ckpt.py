@@ -242,11 +242,12 @@ def verify(
     results: dict[str, str | None] = {}
     listed: Sequence[StoredStep | None] = list_steps(url) if everything else (None,)
     for stored in listed:
-        name = "the newest" if step is None else f"step {step}"
-        if stored is not None:
-            step, generation, name = stored.step, stored.generation, stored.directory
+        if stored is None:
+            wanted, name = (step, generation), "the newest" if step is None else f"step {step}"
+        else:
+            wanted, name = (stored.step, stored.generation), stored.directory
         try:
-            source = StoredCheckpoint.open(url, step, generation)
+            source = StoredCheckpoint.open(url, *wanted)
             name = source.stored.directory
             with progress(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json

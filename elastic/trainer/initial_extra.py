@@ -1,4 +1,4 @@
-"""Remembers what a script's own objects were before training, for a job that begins once more."""
+"""Remembers what a script's own objects were before training, for the generations that follow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class InitialExtra:
     """The states of extra objects as this process made them.
 
     An object that `build` makes is new in each generation. One that the script made before keeps
-    what training has changed, also where a generation has nothing to resume from; a process that is
-    new has it as it was.
+    what training has changed, while a process that is new has it as it was. So it is set back
+    before a generation's state is restored, and stays so where there is nothing to resume from.
     """
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from keepstep.checkpoint import collective_plan
 from keepstep.checkpoint.collective_plan import (
+    AgreedSave,
     PieceExchange,
     PlanCache,
     SharedPlan,
@@ -202,16 +203,20 @@ def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
     ]
 
 
-def test_pieces_are_exchanged_without_another_agreement_while_the_plan_stays(
+def ranks_that_agree(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> tuple[ThreadRanks, Callable[[int], AgreedSave]]:
+    """Return three ranks, and what makes each of them agree on a save of its shard."""
     ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
     caches = [PlanCache() for _ in range(3)]
+    return ranks, lambda rank: agree_on_save(lambda: shard(rank), None, caches[rank])
 
-    def agree(rank: int) -> Any:
-        return agree_on_save(lambda: shard(rank), None, caches[rank])
 
+def test_pieces_are_exchanged_without_another_agreement_while_the_plan_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, agree = ranks_that_agree(monkeypatch)
     first = ranks.run(agree)
     again = ranks.run(agree)
     monkeypatch.setattr(collective_plan, "on_all_ranks", None)
@@ -228,13 +233,7 @@ def test_pieces_are_exchanged_without_another_agreement_while_the_plan_stays(
 def test_all_ranks_plan_anew_when_one_lacks_memory_for_the_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ranks = ThreadRanks(3)
-    ranks.patch(monkeypatch)
-    caches = [PlanCache() for _ in range(3)]
-
-    def agree(rank: int) -> Any:
-        return agree_on_save(lambda: shard(rank), None, caches[rank])
-
+    ranks, agree = ranks_that_agree(monkeypatch)
     first = ranks.run(agree)
     prepare = PieceExchange.prepare
 
