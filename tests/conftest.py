@@ -1,5 +1,6 @@
-"""The etcd fixture, the order of tests, their threads, and the settings of property tests."""
+"""The etcd fixture, the order of tests, their threads and memory, and how properties are tested."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -15,6 +16,10 @@ from keepstep.elastic.store.embedded import EmbeddedEtcd
 # that are not running: a job of two nodes took twice the processor time. PyTorch reads it later.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# PyTorch and the tests are a million objects that stay. Each full garbage collection, of which the
+# trainer makes one whenever it leaves a generation, would look through all of them.
+gc.disable()
+
 # Every run draws the same examples, without a deadline; `HYPOTHESIS_PROFILE=explore` draws others.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
@@ -24,6 +29,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest: begun last, it would be waited for alone."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections look at what tests make, and not at what was there before."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -44,7 +44,9 @@ def build(world: keepstep.World) -> keepstep.State:
     for block in model.blocks:
         fully_shard(block, mesh=world.mesh["dp"])
     fully_shard(model, mesh=world.mesh["dp"])
-    return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+    return keepstep.State(
+        model, functools.partial(AdamW, lr=1e-3, fused=True), initialize=initialize
+    )
 
 
 with keepstep.join(

@@ -38,6 +38,10 @@ config = GPTConfig(
     dropout=options.get("dropout", 0.0),
 )
 
+# One operation for all parameters, of which a step otherwise takes a dozen for each: with DTensors
+# most of a job's processor time. A fused operation takes no parameters of several meshes.
+adamw = functools.partial(AdamW, lr=1e-3, fused="tp" not in options.get("mesh", ()))
+
 
 class Average:
     """A running average of the weights, with their sharding."""
@@ -68,7 +72,7 @@ def two_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     named = list(model.named_parameters())
     norms = [parameter for name, parameter in named if "norm" in name]
     others = [parameter for name, parameter in named if "norm" not in name]
-    return [AdamW(others, lr=1e-3), torch.optim.SGD(norms, lr=1e-2, momentum=0.9)]
+    return [adamw(others), torch.optim.SGD(norms, lr=1e-2, momentum=0.9)]
 
 
 average: Average | None = None
@@ -156,9 +160,7 @@ def build(world: keepstep.World) -> keepstep.State:
     average = Average(model) if options.get("average") else None
     return keepstep.State(
         model,
-        (lambda _: two_optimizers(model))
-        if options.get("two")
-        else functools.partial(AdamW, lr=1e-3),
+        (lambda _: two_optimizers(model)) if options.get("two") else adamw,
         extra={"entered": entered, "scaler": scaler, **({"average": average} if average else {})},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20),
         initialize=initialize,

@@ -319,25 +319,26 @@ def test_shards_missing_in_memory_are_read_from_storage_if_the_snapshot_is_store
     assert mean_losses(first_steps) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-@pytest.mark.parametrize("preempted", ["a", "b"])
 def test_preempted_node_hands_over_its_shards_and_no_step_is_lost(
-    tmp_path: Path, without_dropout: Lines, preempted: str
+    tmp_path: Path, without_dropout: Lines
 ) -> None:
-    """Node a leads and has rank 0: without it the other ranks change, also for DTensor's caches."""
-    other = "b" if preempted == "a" else "a"
+    """Node a leads and has rank 0: without it the other ranks change, also for DTensor's caches.
+
+    `test_generation_that_ends_in_good_order` ends one that does not lead.
+    """
     with cluster(tmp_path, held=True) as running:
         running.start("a")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 6, 60)
-        running.terminate(preempted)
-        assert running.wait(preempted, 60) == 128 + signal.SIGTERM, running.output()
+        running.terminate("a")
+        assert running.wait("a", 60) == 128 + signal.SIGTERM, running.output()
         # The last node to leave a job that is done deletes what the job has recorded.
         view = running.wait_until(
-            lambda view: len(view.history.recoveries) == 2 and view.leader == other, 60
+            lambda view: len(view.history.recoveries) == 2 and view.leader == "b", 60
         )
         (tmp_path / "log" / "release").touch()
-        assert running.wait(other, 60) == 0, running.output()
+        assert running.wait("b", 60) == 0, running.output()
     recovery = view.history.recoveries[1]
     assert "memory" in recovery.source
     assert (recovery.world_size, recovery.lost_steps) == (2, 0)
@@ -523,22 +524,27 @@ def test_evicted_node_hands_over_its_state_leaves_and_is_no_longer_listed(tmp_pa
         running.wait_until(lambda view: step_of(view) > after["step"], 60)
 
 
-@pytest.mark.parametrize("server", ["a", "b"])
-def test_dead_snapshot_server_is_replaced_and_its_shards_are_rebuilt(
-    tmp_path: Path, server: str
-) -> None:
-    with cluster(tmp_path) as running:
+def test_dead_snapshot_servers_are_replaced_and_their_shards_are_rebuilt(tmp_path: Path) -> None:
+    """Node a's server dies, and in the next generation node b's."""
+    with cluster(tmp_path, disturbed=2) as running:
         for node in ("a", "b"):
             running.start(node)
-        before = running.wait_until(lambda view: committed_step_of(view) >= 8, 60)
-        running.snapshot_server_of(server).kill()
-        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        running.wait_until(lambda view: committed_step_of(view) >= 8, 60)
+        for generation, server in ((1, "a"), (2, "b")):
+            before = running.wait_until(
+                lambda view, generation=generation: committed_in(view, generation), 60
+            )
+            running.snapshot_server_of(server).kill()
+            view = running.wait_until(
+                lambda view, generation=generation: len(view.history.recoveries) == generation + 1,
+                60,
+            )
+            recovery = view.history.recoveries[generation]
+            assert {"memory", "parity"} <= set(recovery.source.split(", "))
+            assert "storage" not in recovery.source
+            assert recovery.world_size == 4
+            assert recovery.resumed_step >= committed_step_of(before)
         assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
-    recovery = view.history.recoveries[1]
-    assert {"memory", "parity"} <= set(recovery.source.split(", "))
-    assert "storage" not in recovery.source
-    assert recovery.world_size == 4
-    assert recovery.resumed_step >= committed_step_of(before)
     assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
