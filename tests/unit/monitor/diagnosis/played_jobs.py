@@ -20,7 +20,7 @@ from keepstep.monitor.diagnosis.policy import (
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Operation, Phase
 from keepstep.monitor.verdicts import Verdict
-from tests.unit.monitor.diagnosis.trace_text import Trace
+from tests.unit.monitor.diagnosis.trace_text import Recording, Trace
 
 SAMPLE_EVERY_S = 5.0
 FOREVER_S = 1e6
@@ -174,7 +174,7 @@ def play(
         stopped: ranks that a signal has stopped.
     """
     played, policy = Played(), EnforcementPolicy(Mode.REPLACE, replacements=100, restarts=100)
-    enforcement = EnforcementState()
+    enforcement, recording = EnforcementState(), Recording(trace)
     cpu_s = dict.fromkeys(trace.nodes, 0.0)
     samples: dict[int, ProcessSample] = {}
     sampled_s, now_s, end_s = -SAMPLE_EVERY_S, 1.0, until_s or trace.read_s
@@ -197,7 +197,7 @@ def play(
             )
             for node in set(trace.nodes.values())
         }  # fmt: skip
-        job = trace.job(now_s, now_s - 4.0)
+        job = recording.job(now_s, now_s - 4.0)
         played.state, verdicts = diagnose(job, metrics, played.state, now_s, Thresholds())
         played.readings.append((now_s, verdicts))
         step_s = played.state.window.step_s()

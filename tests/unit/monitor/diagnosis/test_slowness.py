@@ -10,7 +10,7 @@ from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Operation, Phase
 from keepstep.monitor.verdicts import Advice, Verdict
-from tests.unit.monitor.diagnosis.trace_text import Trace
+from tests.unit.monitor.diagnosis.trace_text import Recording, Trace
 
 Work = Callable[[int, int], float]
 
@@ -40,10 +40,11 @@ def job(
 
 def follow(trace: Trace, every_s: float = 1.0) -> list[tuple[float, tuple[Verdict, ...]]]:
     """Read every so often, and return which verdicts held at each time."""
-    past, now_s, readings = NO_DIAGNOSIS_STATE, 1.0, []
+    past, now_s, readings, recording = NO_DIAGNOSIS_STATE, 1.0, [], Recording(trace)
     while now_s < trace.read_s + every_s:
         at_s = min(now_s, trace.read_s)
-        past, verdicts = diagnose(trace.job(at_s, at_s - 3 * every_s), {}, past, at_s, Thresholds())
+        held = recording.job(at_s, at_s - 3 * every_s)
+        past, verdicts = diagnose(held, {}, past, at_s, Thresholds())
         readings.append((at_s, verdicts))
         now_s += every_s
     return readings

@@ -127,25 +127,47 @@ class Trace:
         self.rows[rank].append((at_s, row))
 
     def job(self, at_s: float | None = None, since_s: float = -np.inf) -> JobRecords:
+        """Return what rings hold at a moment, the end if none is given."""
+        return Recording(self).job(self.read_s if at_s is None else at_s, since_s)
+
+
+class Recording:
+    """What is recorded of a trace, arranged once to be read at many moments.
+
+    What is added to the trace later is not part of it.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._began_s: dict[int, np.ndarray] = {}
+        self._records: dict[int, np.ndarray] = {}
+        for rank in trace.nodes:
+            rows = sorted(trace.rows[rank], key=lambda item: item[0])
+            self._began_s[rank] = np.array([began_s for began_s, _ in rows])
+            records = np.array([row for _, row in rows], RECORD) if rows else np.zeros(0, RECORD)
+            records["stamp"] = 2 * (np.arange(len(records)) + 1)
+            self._records[rank] = records
+
+    def job(self, at_s: float, since_s: float) -> JobRecords:
         """Return what rings hold at a moment.
 
         Later records are left out, and operations that end later have not ended.
         """
-        at_s = self.read_s if at_s is None else at_s
+        trace = self._trace
         ranks = {}
-        for rank, node in self.nodes.items():
-            offset_s = self.offsets_s.get(node, 0.0)
-            reading_s = min(at_s, self.read_of.get(rank, at_s))
-            rows = [
-                row
-                for began_s, row in sorted(self.rows[rank], key=lambda item: item[0])
-                if began_s <= reading_s
-            ]
-            records = np.array(rows, RECORD) if rows else np.zeros(0, RECORD)
-            records["stamp"] = 2 * (np.arange(len(records)) + 1)
+        for rank, node in trace.nodes.items():
+            offset_s = trace.offsets_s.get(node, 0.0)
+            reading_s = min(at_s, trace.read_of.get(rank, at_s))
+            count = np.searchsorted(self._began_s[rank], reading_s, side="right")
+            records = self._records[rank][:count]
+            is_held = (
+                (records["ended_s"] > since_s)
+                | (records["ended_s"] == 0)
+                | (records["ended_s"] > reading_s)
+            )
+            records = records.compress(is_held)
             for name in ("started_s", "ended_s"):
                 records[name][records[name] > reading_s] = 0.0
-            records = records[(records["ended_s"] > since_s) | (records["ended_s"] == 0)]
             for name in ("enqueued_s", "started_s", "ended_s"):
                 records[name] = np.where(records[name] != 0, records[name] - offset_s, 0.0)
             ranks[rank] = RankRecords(
@@ -153,14 +175,14 @@ class Trace:
                 node=node,
                 records=records,
                 read_at_s=reading_s - offset_s,
-                is_alive=rank not in self.dead,
-                ending=self.endings.get(rank, Ending.NONE) if rank in self.dead else Ending.NONE,
+                is_alive=rank not in trace.dead,
+                ending=trace.endings.get(rank, Ending.NONE) if rank in trace.dead else Ending.NONE,
                 offset_s=offset_s,
-                offset_error_s=1e-6 if self.offsets_s else float("inf"),
+                offset_error_s=1e-6 if trace.offsets_s else float("inf"),
             )
         communicators = {
-            self.identity(name): Communicator(self.identity(name), name, members)
-            for name, members in self.communicators.items()
+            trace.identity(name): Communicator(trace.identity(name), name, members)
+            for name, members in trace.communicators.items()
         }
         return JobRecords(ranks, communicators)
 
