@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -44,6 +45,7 @@ def field_names(codec: Codec[Any]) -> list[str]:
     return sorted(names)
 
 
+@cache
 def bodies(codec: Codec[Any]) -> st.SearchStrategy[bytes]:
     tags = [kind.__name__ for kind in codec._types]
     names = st.sampled_from(field_names(codec))
