@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from keepstep.elastic.errors import UsageError
@@ -73,6 +74,12 @@ _FOLLOWED = frozenset(
 """The documents that every agent follows, beside placements, evictions and restarts."""
 
 
+@cache
+def _prefix_of(job: str) -> str:
+    name = job.replace("%", "%25").replace("/", "%2F")
+    return f"/keepstep/{name}/"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The names of one job's keys."""
@@ -82,8 +89,7 @@ class Keys:
     @property
     def prefix(self) -> str:
         """Prefix of all of the job's keys, and of no other job's: a name may hold slashes."""
-        name = self.job.replace("%", "%25").replace("/", "%2F")
-        return f"/keepstep/{name}/"
+        return _prefix_of(self.job)
 
     @property
     def followed(self) -> str:
@@ -216,27 +222,34 @@ def from_listing(keys: Keys, listing: Listing) -> View:
 
 def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     """Fold the changes of one or more revisions into the view."""
-    for change in sorted(changes, key=lambda change: (change.revision, _order(keys, change))):
-        view = replace(view, revision=change.revision, **_readable_updates(keys, view, change))
-    return view
-
-
-def _readable_updates(keys: Keys, view: View, change: Change) -> dict[str, Any]:
-    """Return the fields that a change updates; what one writer wrote for itself may be unreadable.
-
-    Raises:
-        UsageError: what concerns the whole job is unreadable.
-    """
-    name = keys.name(change.key)
-    unreadable = {other: why for other, why in view.unreadable.items() if other != name}
-    try:
-        updates = _updates(keys, view, change.key, change.value)
-    except UsageError as error:
-        if not name.startswith(_OF_ONE_WRITER):
-            raise
-        updates = _updates(keys, view, change.key, None)
-        unreadable[name] = str(error)
-    return {"unreadable": unreadable, **updates}
+    ordered = sorted(changes, key=lambda change: (change.revision, _order(keys, change)))
+    if not ordered:
+        return view
+    draft = _Draft(
+        nodes=dict(view.nodes),
+        evictions=dict(view.evictions),
+        restarts=dict(view.restarts),
+        unreadable=dict(view.unreadable),
+        placements=dict(view.placements),
+        members=dict(view.members),
+        chunks=dict(view.chunks),
+        revisions=dict(view.revisions),
+    )
+    for change in ordered:
+        draft.fold(keys.name(change.key), change.value)
+    return replace(
+        view,
+        revision=ordered[-1].revision,
+        nodes=draft.nodes,
+        evictions=draft.evictions,
+        restarts=draft.restarts,
+        unreadable=draft.unreadable,
+        placements=draft.placements,
+        members=draft.members,
+        chunks=draft.chunks,
+        revisions=draft.revisions,
+        **draft.documents,
+    )
 
 
 def _order(keys: Keys, change: Change) -> int:
@@ -299,57 +312,88 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
     return replace(view, nodes=nodes)
 
 
-def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[str, Any]:
-    """Return the view's fields that one key's new value changes; None if the key was deleted."""
-    name = keys.name(key)
-    section, _, rest = name.partition("/")
-    if section == "nodes":
-        nodes = dict(view.nodes)
-        if item is None:
-            nodes.pop(rest, None)
-        else:
-            nodes[rest] = JoinedNode(NodeRecord.decode(item.value), item.created)
-        return {"nodes": nodes}
-    if section == "members":
-        chunks = {digest: chunk for digest, chunk in view.chunks.items() if digest != rest}
-        if item is not None:
-            chunks[rest] = placements.decode_chunk(rest, item.value)
-        return {"chunks": chunks}
-    if section == "placements":
-        return _place(view, decode_number(rest), item)
-    if section == "evictions":
-        evictions = {node: eviction for node, eviction in view.evictions.items() if node != rest}
-        if item is not None:
-            evictions[rest] = Eviction.decode(item.value)
-        return {"evictions": evictions}
-    if section == "restarts":
-        restarts = {rank: request for rank, request in view.restarts.items() if str(rank) != rest}
-        if item is not None:
-            restarts[decode_number(rest)] = RestartRequest.decode(item.value)
-        return {"restarts": restarts}
-    updates: dict[str, Any] = {}
-    if name in _COMPLETED:
-        decode = _COMPLETED[name]
-        updates[name] = decode(item.value, view.members) if item is not None else None
-    elif name in _SINGLE:
-        updates[name] = _SINGLE[name].decode(item.value) if item is not None else None
-        if name == "history" and item is None:
-            updates["history"] = History()
-    elif name == "secret":
-        updates["secret"] = item.value if item is not None else None
-    elif name != "last_join":
-        return {}
-    revisions = {other: at for other, at in view.revisions.items() if other != name}
-    if item is not None:
-        revisions[name] = item.modified
-    return {"revisions": revisions, **updates}
+@dataclass(slots=True)
+class _Draft:
+    """What changes update of a view, as long as they are being folded.
 
+    A listing of thousands of nodes is thousands of changes: none of them copies a view.
+    """
 
-def _place(view: View, generation: int, item: KeyValue | None) -> dict[str, Any]:
-    """Return the fields that the placement of a generation changes."""
-    known = {other: placed for other, placed in view.placements.items() if other != generation}
-    members = {other: placed for other, placed in view.members.items() if other != generation}
-    if item is not None:
-        known[generation] = Placement.decode(item.value)
-        members[generation] = placements.members_of(known[generation], view.chunks)
-    return {"placements": known, "members": members}
+    nodes: dict[str, JoinedNode]
+    evictions: dict[str, Eviction]
+    restarts: dict[int, RestartRequest]
+    unreadable: dict[str, str]
+    placements: dict[int, Placement]
+    members: dict[int, tuple[Member, ...]]
+    chunks: dict[str, tuple[Place, ...]]
+    revisions: dict[str, int]
+    documents: dict[str, Any] = field(default_factory=dict)
+    """The job-wide documents that changed, by the names of the view's fields."""
+
+    def fold(self, name: str, item: KeyValue | None) -> None:
+        """Fold one key's new value, None if the key was deleted.
+
+        What one writer wrote for itself may be unreadable, and counts as absent.
+
+        Raises:
+            UsageError: what concerns the whole job is unreadable.
+        """
+        self.unreadable.pop(name, None)
+        try:
+            self._set(name, item)
+        except UsageError as error:
+            if not name.startswith(_OF_ONE_WRITER):
+                raise
+            self._set(name, None)
+            self.unreadable[name] = str(error)
+
+    def _set(self, name: str, item: KeyValue | None) -> None:
+        section, _, rest = name.partition("/")
+        match section:
+            case "nodes":
+                if item is None:
+                    self.nodes.pop(rest, None)
+                else:
+                    self.nodes[rest] = JoinedNode(NodeRecord.decode(item.value), item.created)
+            case "members":
+                self.chunks.pop(rest, None)
+                if item is not None:
+                    self.chunks[rest] = placements.decode_chunk(rest, item.value)
+            case "placements":
+                self._place(decode_number(rest), item)
+            case "evictions":
+                self.evictions.pop(rest, None)
+                if item is not None:
+                    self.evictions[rest] = Eviction.decode(item.value)
+            case "restarts":
+                for rank in [rank for rank in self.restarts if str(rank) == rest]:
+                    del self.restarts[rank]
+                if item is not None:
+                    self.restarts[decode_number(rest)] = RestartRequest.decode(item.value)
+            case _:
+                self._set_document(name, item)
+
+    def _place(self, generation: int, item: KeyValue | None) -> None:
+        """Set the placement of a generation, and its members."""
+        self.placements.pop(generation, None)
+        self.members.pop(generation, None)
+        if item is not None:
+            placement = Placement.decode(item.value)
+            self.members[generation] = placements.members_of(placement, self.chunks)
+            self.placements[generation] = placement
+
+    def _set_document(self, name: str, item: KeyValue | None) -> None:
+        """Set a job-wide document; names of newer versions are ignored."""
+        if name in _COMPLETED:
+            decode = _COMPLETED[name]
+            self.documents[name] = decode(item.value, self.members) if item is not None else None
+        elif name in _SINGLE:
+            absent = History() if name == "history" else None
+            self.documents[name] = _SINGLE[name].decode(item.value) if item is not None else absent
+        elif name == "secret":
+            self.documents[name] = item.value if item is not None else None
+        elif name != "last_join":
+            return
+        self.revisions.pop(name, None)
+        if item is not None:
+            self.revisions[name] = item.modified
