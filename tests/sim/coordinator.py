@@ -93,6 +93,7 @@ class Coordinator:
         self._now_s = 0.0
         self._versions: dict[tuple[str, int], int] = {}
         self._followed: dict[int, View] = {}
+        self._read_at = 0
         self.away_until_s = 0.0
         self.is_reliable = False
 
@@ -184,7 +185,12 @@ class Coordinator:
         self._fold()
 
     def read(self) -> View:
-        """Read the keys as a mirror does at its beginning, which must equal the folded changes."""
+        """Read the keys as a mirror does at its beginning, which must equal the folded changes.
+
+        A revision is read once: the next reading of it would find the same keys.
+        """
+        if self._read_at == self.view.revision:
+            return self.view
         view = from_listing(KEYS, complete(self._store.read(KEYS.prefix)))
         must(view == self.view, "a listing equals the folded changes")
         listing = complete(self._store.read(KEYS.followed))
@@ -194,6 +200,7 @@ class Coordinator:
             without_unlisted_chunks(mirror) == self.followed_at(listing.revision),
             "a follower's listing equals what it folds",
         )
+        self._read_at = view.revision
         return view
 
     def stored(self, key: str) -> Any:

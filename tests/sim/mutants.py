@@ -701,6 +701,10 @@ NOTICING_SEEDS = {
     "begins_a_snapshots_part_once_only": 40,
     "waits_for_ever_for_a_last_checkpoint": 40,
     "leader_does_not_depend_on_the_closing": 32,
+    "leader_does_not_depend_on_having_the_lead": 28,
+    "completes_a_later_generations_restart": 25,
+    "commits_what_is_only_sealed": 21,
+    "begins_a_part_before_it_enters_the_generation": 12,
 }
 """Where to begin with mutants that few seeds notice.
 
