@@ -21,7 +21,15 @@ import numpy as np
 
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
 from keepstep.monitor.diagnosis.tables import COLLECTIVE, MESSAGE, STEP
-from keepstep.monitor.records import Communicator, Flag, Operation, Phase, arrival_times, joined
+from keepstep.monitor.records import (
+    Communicator,
+    Flag,
+    Operation,
+    Phase,
+    arrival_times,
+    has_code,
+    joined,
+)
 
 _PHASE_COLUMNS = {
     Phase.DATA_WAIT: "data_s",
@@ -123,7 +131,7 @@ def account_operations(inputs: AccountInputs) -> AccountResult:
     own = _own_times(cuts, calls)
     own.rows["role"] = _roles(calls.operations, inputs.communicators)
     own.rows["routed_nbytes"] = np.where(
-        np.isin(calls.operations["code"], _ROUTING), calls.operations["nbytes"], 0
+        has_code(calls.operations, _ROUTING), calls.operations["nbytes"], 0
     )
     since_s = np.where(np.isneginf(cuts["cut_s"]), own.first_s, cuts["cut_s"])
     phase_rows, phase_owner = _phases(inputs, since_s, cut_s, calls)
@@ -215,7 +223,7 @@ def _roles(operations: np.ndarray, communicators: Mapping[int, Communicator]) ->
     distinct, index = np.unique(operations["communicator"], return_inverse=True)
     groups = [communicators.get(int(identity)) for identity in distinct]
     sizes = np.array([len(group.ranks) if group else 0 for group in groups], np.uint64)
-    is_pair = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
+    is_pair = has_code(operations, (Operation.SEND, Operation.RECEIVE))
     size = np.where(is_pair, np.uint64(2), sizes[index] if len(index) else np.uint64(0))
     hashes = (
         (operations["code"].astype(np.uint64) << np.uint64(32))
@@ -239,7 +247,7 @@ def _phases(
     """
     ended_s = inputs.phases["ended_s"]
     chosen = (ended_s > since_s[inputs.phase_owner]) & (ended_s <= until_s[inputs.phase_owner])
-    chosen &= np.isin(inputs.phases["code"], tuple(_PHASE_COLUMNS))
+    chosen &= has_code(inputs.phases, tuple(_PHASE_COLUMNS))
     phases, phase_owner = inputs.phases.compress(chosen), inputs.phase_owner[chosen]
     rows = np.zeros(len(phases), STEP)
     rows["step"] = np.where(phases["number"] > 0, phases["number"], phases["step"])
@@ -281,7 +289,7 @@ def _sum_by_step(rows: np.ndarray) -> np.ndarray:
 
 def _collectives(cuts: np.ndarray, calls: _Calls) -> np.ndarray:
     """Return a COLLECTIVE row for each call of a collective that did not fail."""
-    is_collective = ~np.isin(calls.operations["code"], (Operation.SEND, Operation.RECEIVE))
+    is_collective = ~has_code(calls.operations, (Operation.SEND, Operation.RECEIVE))
     is_collective &= (calls.operations["flags"] & Flag.FAILED) == 0
     calls = calls.select(is_collective)
     operations = calls.operations
@@ -290,7 +298,7 @@ def _collectives(cuts: np.ndarray, calls: _Calls) -> np.ndarray:
         rows[name] = operations[name]
     rows["size_class"] = size_classes(operations["nbytes"])
     rows["arrived"] = 1
-    symmetric = np.isin(operations["code"], SYMMETRIC)
+    symmetric = has_code(operations, SYMMETRIC)
     rows["shortest_s"] = np.where(symmetric, operations["ended_s"] - calls.arrived_s, np.inf)
     rows["last"] = cuts["rank"][calls.owner]
     rows["lowest"] = rows["highest"] = signatures(operations)
@@ -300,7 +308,7 @@ def _collectives(cuts: np.ndarray, calls: _Calls) -> np.ndarray:
 
 def _messages(cuts: np.ndarray, calls: _Calls, offsets_s: np.ndarray) -> np.ndarray:
     """Return a MESSAGE row for each send and receive with a known peer that did not fail."""
-    is_message = np.isin(calls.operations["code"], (Operation.SEND, Operation.RECEIVE))
+    is_message = has_code(calls.operations, (Operation.SEND, Operation.RECEIVE))
     is_message &= calls.operations["peer"] >= 0
     is_message &= (calls.operations["flags"] & Flag.FAILED) == 0
     calls = calls.select(is_message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepstep.monitor.records import DTYPES, Operation
+from keepstep.monitor.records import DTYPES, Operation, has_code
 
 ROOTED = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 EQUALLY_SIZED = (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE)
@@ -33,10 +33,12 @@ def signatures(operations: np.ndarray) -> np.ndarray:
     Returns the signatures, uint64; shape (operations,).
     """
     code = operations["code"]
-    root = np.where(np.isin(code, ROOTED), operations["peer"].astype(np.int64) + 1, 0).astype(
-        np.uint64
+    root = np.where(
+        has_code(operations, ROOTED), operations["peer"].astype(np.int64) + 1, 0
+    ).astype(np.uint64)
+    nbytes = np.where(has_code(operations, EQUALLY_SIZED), operations["nbytes"], 0) & np.uint64(
+        0xFFFFFFFF
     )
-    nbytes = np.where(np.isin(code, EQUALLY_SIZED), operations["nbytes"], 0) & np.uint64(0xFFFFFFFF)
     dtype = np.where(code == Operation.BARRIER, 0, operations["dtype"]).astype(np.uint64)
     packed: np.ndarray = (
         (code.astype(np.uint64) + np.uint64(1)) << np.uint64(56)
