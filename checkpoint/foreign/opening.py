@@ -117,7 +117,8 @@ def recognized_at(url: str, step: int | None = None) -> tuple[Recognized, Foreig
     """Return the format of what is at a URL, and the files of the checkpoint.
 
     Args:
-        url: as for `open_foreign`.
+        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`, of a file or of a
+            directory with one checkpoint or several.
         step: the step that is wanted where directories of several are; None for the latest.
 
     Raises:
@@ -148,45 +149,29 @@ def _head(files: ForeignFiles, name: str, nbytes: int) -> tuple[bytes, int]:
     return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
 
 
-def open_foreign(
-    url: str,
-    form: Format | None = None,
-    parameter_names: Sequence[str] | None = None,
-    rank_rules: RankRules | None = None,
-) -> ForeignCheckpoint:
-    """Open a checkpoint of another tool.
-
-    Args:
-        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`, of a file or of a
-            directory with one checkpoint or several, of which the latest is opened.
-        form: its format; None to tell it from the files.
-        parameter_names: names of the optimizer's parameters in the order of its groups, for
-            formats that number them.
-        rank_rules: what each rank's own files hold, for formats with files of ranks of tensor
-            parallelism that do not say it.
-
-    Raises:
-        CheckpointMissing: there is nothing.
-        FormatUnsupported: it is in no format that is read here.
-        CheckpointDamaged: the files contradict themselves or each other.
-        RulesInvalid: the rules do not fit the tensors.
-    """
-    return _open(url, *_located(url, form), parameter_names, rank_rules)
-
-
 def locate_foreign(url: str, form: Format | None = None, step: int | None = None) -> Recognized:
-    """Return which checkpoint `open_foreign` opens.
+    """Return which checkpoint of another tool is at a URL.
 
     Args:
-        url: as for `open_foreign`.
-        form: as for `open_foreign`.
+        url: as for `recognized_at`.
+        form: its format; None to tell it from the files.
         step: as for `recognized_at`.
 
     Raises:
         CheckpointMissing: there is nothing.
         FormatUnsupported: it is in no format that is known, and none is given.
     """
-    return _located(url, form, step)[0]
+    try:
+        found, _ = recognized_at(url, step)
+    except FormatUnsupported:
+        if form is None:
+            raise
+    else:
+        if form in (None, found.format):
+            return found
+    assert form is not None
+    files = open_files(url)
+    return Recognized(form, "", files.names[0] if len(files.names) == 1 else None)
 
 
 def open_located(
@@ -200,13 +185,22 @@ def open_located(
     Args:
         url: where it was found.
         found: what `found_foreign` or `locate_foreign` has returned.
-        parameter_names: as for `open_foreign`.
-        rank_rules: as for `open_foreign`.
+        parameter_names: names of the optimizer's parameters in the order of its groups, for
+            formats that number them.
+        rank_rules: what each rank's own files hold, for formats with files of ranks of tensor
+            parallelism that do not say it.
 
     Raises:
-        CheckpointError: as for `open_foreign`.
+        CheckpointMissing: there is nothing.
+        FormatUnsupported: it is in no format that is read here.
+        CheckpointDamaged: the files contradict themselves or each other.
+        RulesInvalid: the rules do not fit the tensors.
     """
-    return _open(url, found, files_of(url, found), parameter_names, rank_rules)
+    files = files_of(url, found)
+    reader = _READERS.get(found.format)
+    if reader is None:
+        raise FormatUnsupported(f"{url}: checkpoints of {found.format} cannot be read yet")
+    return reader(Opening(files, found.file_name, parameter_names, rank_rules))
 
 
 def files_of(url: str, found: Recognized) -> ForeignFiles:
@@ -217,32 +211,3 @@ def files_of(url: str, found: Recognized) -> ForeignFiles:
     """
     files = open_files(url)
     return files.below(found.directory) if found.directory else files
-
-
-def _located(
-    url: str, form: Format | None, step: int | None = None
-) -> tuple[Recognized, ForeignFiles]:
-    try:
-        found, files = recognized_at(url, step)
-    except FormatUnsupported:
-        if form is None:
-            raise
-    else:
-        if form in (None, found.format):
-            return found, files
-    assert form is not None
-    files = open_files(url)
-    return Recognized(form, "", files.names[0] if len(files.names) == 1 else None), files
-
-
-def _open(
-    url: str,
-    found: Recognized,
-    files: ForeignFiles,
-    parameter_names: Sequence[str] | None = None,
-    rank_rules: RankRules | None = None,
-) -> ForeignCheckpoint:
-    reader = _READERS.get(found.format)
-    if reader is None:
-        raise FormatUnsupported(f"{url}: checkpoints of {found.format} cannot be read yet")
-    return reader(Opening(files, found.file_name, parameter_names, rank_rules))

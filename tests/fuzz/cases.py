@@ -10,13 +10,13 @@ from pathlib import Path
 
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.fuzz.mutations import mutated
+from tests.opened_checkpoints import open_foreign
 
 # Whoever reads gives the memory for what is read, so absurd tensors are read in part.
 _WHOLE_NBYTES = 2**22

@@ -27,11 +27,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
 from keepstep.checkpoint.state_mapping import capture
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.opened_checkpoints import open_foreign
 from tests.ranks import run_ranks
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
-from keepstep.checkpoint.foreign.opening import open_foreign
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.opened_checkpoints import open_foreign
 from tests.ranks import run_ranks
 
 KINDS = ("sharded_tensor", "dtensor", "fsdp2", "hybrid")

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.fragments import boxes_of_range
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.foreign.deepspeed_layouts import (
     Layout,
     Model,

@@ -13,13 +13,12 @@ import torch
 
 from keepstep.checkpoint.conversion.respelling import Respelled, respelled
 from keepstep.checkpoint.errors import CheckpointDamaged
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.source import BoxRequest, Source
 from keepstep.checkpoint.rules.plan import Plan
 from keepstep.checkpoint.rules.planning import apply
 from keepstep.checkpoint.rules.rule_file import parse_rules
-from tests.opened_checkpoints import open_any
+from tests.opened_checkpoints import open_any, open_foreign
 
 STACKED = """
 [[rule]]

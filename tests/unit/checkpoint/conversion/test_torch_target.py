@@ -12,8 +12,8 @@ import torch
 
 from keepstep.checkpoint.conversion.torch_target import write_torch
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.layout.boxes import Json
+from tests.opened_checkpoints import open_foreign
 
 
 def written_with(documents: dict[str, Json], directory: Path) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from keepstep.checkpoint.conversion.opened import Place
 from keepstep.checkpoint.conversion.trusted import code_in
 from keepstep.checkpoint.conversion.trusted_load import PlainValues
 from keepstep.checkpoint.errors import FormatUnsupported
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.foreign.recognition import Format
+from tests.opened_checkpoints import open_foreign
 
 
 class Stage(IntEnum):

@@ -16,8 +16,8 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, For
 from keepstep.checkpoint.foreign.dcp_entries import TensorEntry
 from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.opened_checkpoints import open_foreign
 
 W = torch.arange(12.0).reshape(4, 3)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -27,9 +27,9 @@ from keepstep.checkpoint.errors import (
     RulesInvalid,
 )
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.foreign.deepspeed_layouts import (
     Layout,
     Model,

@@ -15,12 +15,11 @@ import torch
 
 from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.rules_given import respell
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest
 from tests.integration.checkpoint.foreign_reads import assert_same, bytes_of
-from tests.opened_checkpoints import open_any
+from tests.opened_checkpoints import open_any, open_foreign
 from tests.unit.checkpoint.foreign.written import tensor_of
 
 FIXTURES = Path(__file__).parents[3] / "foreign_fixtures"

@@ -14,11 +14,11 @@ from keepstep.checkpoint.errors import CheckpointDamaged, LayoutMismatch
 from keepstep.checkpoint.foreign.arrays import FileArray, MemoryArray
 from keepstep.checkpoint.foreign.files import ForeignFile
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.foreign.pieces import ForeignTensor, Piece, assembled, whole
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
 from keepstep.checkpoint.stored.storage import open_storage
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.foreign.test_safetensors_file import content_of
 from tests.unit.checkpoint.foreign.written import CountedStorage, box_of, extent_of, tensor_of
 

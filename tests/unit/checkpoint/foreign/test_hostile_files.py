@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.checkpoint.foreign.opening import open_foreign
+from tests.opened_checkpoints import open_foreign
 from tests.patience import patient
 from tests.unit.checkpoint.foreign.test_dcp_folders import changed, set_chunks, set_place
 from tests.unit.checkpoint.foreign.test_hugging_face import index_of, weights
@@ -159,7 +159,7 @@ from tests.fuzz.cases import Seed
 from tests.fuzz.guard import Guard, limit_addresses
 
 place = Path(sys.argv[1])
-from keepstep.checkpoint.foreign.opening import open_foreign
+from tests.opened_checkpoints import open_foreign
 from tests.fuzz.cases import read_all
 from numcodecs import zstd
 import encodings.cp437

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
-from keepstep.checkpoint.foreign.opening import open_foreign
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.foreign.test_safetensors_file import content_of
 from tests.unit.checkpoint.foreign.written import tensor_of
 

@@ -39,10 +39,11 @@ from keepstep.checkpoint.foreign.dcp_entries import tensor_of_chunks
 from keepstep.checkpoint.foreign.dcp_metadata import read_metadata
 from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import locate_foreign, open_foreign
+from keepstep.checkpoint.foreign.opening import locate_foreign
 from keepstep.checkpoint.foreign.pieces import whole
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.conversion.sources import bytes_of
 from tests.unit.checkpoint.foreign.written import tensor_of
 

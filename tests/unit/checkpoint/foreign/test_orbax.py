@@ -28,11 +28,11 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
     FormatUnsupported,
 )
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from tests.integration.checkpoint.foreign_reads import assert_same
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.foreign.written import box_of, tensor_of
 
 FIXTURES = Path(__file__).parents[3] / "foreign_fixtures" / "orbax"

@@ -13,10 +13,10 @@ import torch
 
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.foreign.sharded_files import _local_part
+from tests.opened_checkpoints import open_foreign
 
 
 def opened(directory: Path, *states: dict[str, Any]) -> ForeignCheckpoint:

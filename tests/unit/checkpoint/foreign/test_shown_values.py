@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.foreign.shown_values import shown
+from tests.opened_checkpoints import open_foreign
 
 
 def bomb(levels: int = 60) -> tuple[object, ...]:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
-from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.foreign.recognition import Format
+from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.foreign.test_hugging_face import weights
 from tests.unit.checkpoint.foreign.test_state_dicts import optimizer_of
 from tests.unit.checkpoint.foreign.written import tensor_of
