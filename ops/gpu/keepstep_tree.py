@@ -17,7 +17,7 @@ RECORDER_MODULES = (
 )
 """What `recorded_process` imports; more than what the packages' front modules load."""
 
-_IMPORT_LIMIT_S = 30.0
+_IMPORT_LIMIT_S = 120.0
 
 
 def require(*modules: str) -> None:

@@ -558,7 +558,7 @@ def test_compressed_answers_are_refused_before_they_are_expanded() -> None:
         async with answering(bomb, SECRET) as url:
             client = MonitorClient(SECRET)
             with pytest.raises(ProtocolViolation, match="compresses"):
-                await client.ask("GET", f"{url}/v1/summary", 5.0, 1 << 30)
+                await client.ask("GET", f"{url}/v1/summary", patient(5.0), 1 << 30)
             await client.close()
 
     asyncio.run(check())
