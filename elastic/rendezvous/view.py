@@ -6,7 +6,7 @@ Pure. Names the keys, too. A `View` is all that the rendezvous decides from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -225,31 +225,11 @@ def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     ordered = sorted(changes, key=lambda change: (change.revision, _order(keys, change)))
     if not ordered:
         return view
-    draft = _Draft(
-        nodes=dict(view.nodes),
-        evictions=dict(view.evictions),
-        restarts=dict(view.restarts),
-        unreadable=dict(view.unreadable),
-        placements=dict(view.placements),
-        members=dict(view.members),
-        chunks=dict(view.chunks),
-        revisions=dict(view.revisions),
-    )
+    draft = _Draft(**{name: dict(getattr(view, name)) for name in _DRAFTED})
     for change in ordered:
         draft.fold(keys.name(change.key), change.value)
-    return replace(
-        view,
-        revision=ordered[-1].revision,
-        nodes=draft.nodes,
-        evictions=draft.evictions,
-        restarts=draft.restarts,
-        unreadable=draft.unreadable,
-        placements=draft.placements,
-        members=draft.members,
-        chunks=draft.chunks,
-        revisions=draft.revisions,
-        **draft.documents,
-    )
+    updates = {name: getattr(draft, name) for name in _DRAFTED} | draft.documents
+    return replace(view, revision=ordered[-1].revision, **updates)
 
 
 def _order(keys: Keys, change: Change) -> int:
@@ -397,3 +377,7 @@ class _Draft:
         self.revisions.pop(name, None)
         if item is not None:
             self.revisions[name] = item.modified
+
+
+_DRAFTED = tuple(each.name for each in fields(_Draft) if each.name != "documents")
+"""The view's mappings that a draft has copies of."""

@@ -189,7 +189,7 @@ class Coordinator:
 
         A revision is read once: the next reading of it would find the same keys.
         """
-        if self._read_at == self.view.revision:
+        if self._read_at == self._store._revision:
             return self.view
         view = from_listing(KEYS, complete(self._store.read(KEYS.prefix)))
         must(view == self.view, "a listing equals the folded changes")
@@ -200,7 +200,7 @@ class Coordinator:
             without_unlisted_chunks(mirror) == self.followed_at(listing.revision),
             "a follower's listing equals what it folds",
         )
-        self._read_at = view.revision
+        self._read_at = self._store._revision
         return view
 
     def stored(self, key: str) -> Any:

@@ -32,6 +32,7 @@ NAMED: dict[str, Any] = {
 }
 """What the documents mean by a name; of a variable, its class."""
 VALUE = object()
+"""What of keepstep's is neither called nor has names of its own in the documents."""
 
 
 def code_of(document: Path) -> Iterator[ast.AST]:
@@ -46,7 +47,7 @@ def code_of(document: Path) -> Iterator[ast.AST]:
 
 
 def resolve(node: ast.expr) -> Any:
-    """Return what an expression means: None if it is not keepstep's, VALUE if no document calls it.
+    """Return what an expression means, perhaps VALUE; None if it is not keepstep's.
 
     Raises:
         AttributeError: keepstep has no such name.

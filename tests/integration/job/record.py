@@ -39,7 +39,7 @@ config = GPTConfig(
 )
 
 # One operation for all parameters, of which a step otherwise takes a dozen for each: with DTensors
-# most of a job's processor time. A fused operation takes no parameters of several meshes.
+# a quarter of the workers' processor time. A fused operation takes no parameters of several meshes.
 adamw = functools.partial(AdamW, lr=1e-3, fused="tp" not in options.get("mesh", ()))
 
 
