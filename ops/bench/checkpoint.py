@@ -19,7 +19,7 @@ how long the first save blocks the slowest rank, `blocked_s` the median of the o
 `memcpy_s` how long the ranks take to copy the same bytes into memory that they have written before,
 just before each save. `cpu_ratio` is the same ratio in processor time of the training's process,
 which other load does not change. DCP's forms write in a thread or a process, from memory of its
-own, shared or page-locked. keepstep's process writes at the lowest priority.
+own, shared or page-locked. keepstep's process writes at a low priority.
 
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.
