@@ -260,6 +260,9 @@ with keepstep.join(
         if options.get("endless"):
             # Other tests need the cores, too.
             time.sleep(0.05)
+        if 1 < world.generation <= options["disturbed"]:
+            # Without a commit the next snapshot is left out: the last ones before the hold may be.
+            current().wait_for_commit(job.steps - 1, world.generation)
         if world.generation <= options["disturbed"] and world.rank == 0:
             await_disturbance(world.generation, job.steps)
         if options.get("write_between_steps"):

@@ -11,8 +11,12 @@ import pytest
 
 from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.server import snapshot_memory
-from keepstep.checkpoint.server.memory_budget import MemoryBudget, cgroup_available_nbytes
+from keepstep.checkpoint.server import memory_budget, snapshot_memory
+from keepstep.checkpoint.server.memory_budget import (
+    MemoryBudget,
+    available_nbytes,
+    cgroup_available_nbytes,
+)
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 
 MIB = 2**20
@@ -173,3 +177,13 @@ def test_system_is_not_asked_for_memory_that_a_snapshot_does_not_need() -> None:
     memory.close()
     assert buffers[2] == buffers[0] != buffers[1]
     assert left == []
+
+
+@pytest.mark.parametrize(("left", "is_limit"), [(5, True), (None, False), (2**62, False)])
+def test_a_process_has_what_its_cgroup_leaves_and_no_more_than_its_node(
+    monkeypatch: pytest.MonkeyPatch, left: int | None, *, is_limit: bool
+) -> None:
+    monkeypatch.setattr(memory_budget, "cgroup_available_nbytes", lambda: left)
+    available = available_nbytes()
+    assert (available == left) == is_limit
+    assert 0 < available < 2**62

@@ -124,10 +124,13 @@ def test_worker_that_nobody_waits_for_is_killed_and_the_end_of_the_server_ends_n
                 descriptors = worker_end.fileno(), board.descriptor
                 kept = asyncio.create_task(server.fork(*descriptors))
                 dropped = asyncio.create_task(server.fork(*descriptors))
-                pid = await kept
+                await asyncio.sleep(0)
+                assert len(server._requests) == 2
                 dropped.cancel()
+                pid = await kept
                 await asyncio.wait([dropped])
-                await asyncio.wait(server._requests)
+                if server._requests:
+                    await asyncio.wait(server._requests)
                 worker, process = psutil.Process(pid), psutil.Process(server._process.pid)
                 assert {worker, process} == set(psutil.Process().children()) - before
                 process.kill()
