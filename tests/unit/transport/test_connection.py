@@ -358,7 +358,8 @@ def test_a_trickled_handshake_ends_at_the_deadline(tcp_listener: socket.socket):
                 continue  # Nothing came in time, or the server has just given up.
         with pytest.raises(PeerTimeout):
             accepted.result(patient(5))
-        assert 0.25 < time.monotonic() - began_s < patient(5)
+        assert next(hello, None) is not None, "the server waited for all of it"
+        assert time.monotonic() - began_s > 0.25
 
 
 def test_who_relays_a_handshake_can_forge_nothing(tcp_listener: socket.socket):

@@ -263,7 +263,7 @@ async def test_a_probe_tells_a_dead_agent_from_another_version():
 
 @on_loop
 async def test_idle_connections_are_capped_and_the_oldest_dropped():
-    async with serving(max_pending=3) as listener:
+    async with serving(max_pending=3, handshake_s=600) as listener:
         host, _, port = listener.address.removeprefix("tcp:").rpartition(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
         for reader, _ in idle[:3]:
