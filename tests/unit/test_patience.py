@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.patience import patient
 
 TESTS = Path(__file__).parents[1]
 SHORTEST_S = 1.0
@@ -65,3 +70,12 @@ def test_bare_limits_are_found() -> None:
     assert bare_limits("LIMIT_S = 60\nsave(LIMIT_S).wait(LIMIT_S)") == [2]
     assert bare_limits("event.wait(patient(60))\nevent.wait(0.02)\nevent.wait()") == []
     assert bare_limits("cluster.wait('a', 60)\nawait until(is_shown, timeout_s=40)") == []
+
+
+@pytest.mark.parametrize(("load", "expected_s"), [(32.0, 480), (4.0, 60), (0.0, 60)])
+def test_a_limit_grows_with_the_processes_that_want_each_core(
+    monkeypatch: pytest.MonkeyPatch, load: float, expected_s: float
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert patient(60) == expected_s
