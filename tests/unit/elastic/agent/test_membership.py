@@ -307,6 +307,40 @@ def test_member_outlasts_a_coordinator_that_is_away_for_longer_than_its_lease() 
     asyncio.run(scenario())
 
 
+class Granting(MemoryStore):
+    """Notes when it is asked for a lease, or to renew it: from then on it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts_from_s: list[float] = []
+
+    async def grant(self, ttl_s: float) -> int:
+        self.counts_from_s.append(time.monotonic())
+        return await super().grant(ttl_s)
+
+    async def renew(self, lease: int) -> float:
+        self.counts_from_s.append(time.monotonic())
+        return await super().renew(lease)
+
+
+def test_member_never_thinks_that_its_lease_lasts_longer_than_the_coordinator_does() -> None:
+    async def scenario() -> None:
+        store = Granting()
+        membership = Membership(store, "job", POLICY, RECORD, 0.5, lambda: None, publish_nothing)
+        await membership.join()
+        assert membership._lease.until_s <= store.counts_from_s[-1] + 0.5
+        granted = membership._lease
+        running = asyncio.create_task(membership.run())
+        async with asyncio.timeout(patient(30)):
+            while membership._lease is granted:
+                await asyncio.wait([running], timeout=0.01)
+        assert membership._lease.until_s <= store.counts_from_s[-1] + 0.5
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(scenario())
+
+
 def test_member_gives_up_when_the_coordinator_is_away_for_longer_than_the_job_waits() -> None:
     async def scenario() -> None:
         store, policy = Away(), replace(POLICY, quorum_timeout_s=0.3)
