@@ -5,9 +5,10 @@ keepstep, torchrun and torchft run on one machine; torchft is measured if `.[ben
 Every contender trains the same GPT with the same global batch on four gloo workers; each rank
 appends the time of every completed step to a file, and the gaps are computed from these files.
 `overhead_s` is a gap less the median of the steps before the kill, and `phases` are the parts of
-keepstep's. `cpu_share` is the processor time of keepstep's own processes on one node, and of etcd,
-while nothing fails and every step is a snapshot, over that of the workers; `cpu_ms_per_step` are
-its parts. `two_nodes` has the same of two nodes, each of which keeps the other's parity. With
+keepstep's. A lost node starts again once the others have made a step: a machine's start takes no
+core of theirs. `cpu_share` is the processor time of keepstep's own processes on one node, and of
+etcd, while nothing fails and every step is a snapshot, over that of the workers; `cpu_ms_per_step`
+are its parts. `two_nodes` has the same of two nodes, each of which keeps the other's parity. With
 `--only cpu` only these are measured.
 """
 
@@ -222,6 +223,19 @@ def steps_reached(step: int) -> Callable[[list[Line]], bool]:
     return lambda lines: len({line["rank"] for line in lines if line["step"] >= step}) == WORLD
 
 
+def renewed(killed_at_s: float) -> Callable[[list[Line]], bool]:
+    """Return whether all ranks of a new incarnation have made a step."""
+
+    def has_renewed(lines: list[Line]) -> bool:
+        epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
+        after = [line for line in lines if line["epoch"] not in epochs]
+        return len({line["rank"] for line in after}) >= max(
+            (line["world_size"] for line in after), default=1
+        )
+
+    return has_renewed
+
+
 def recovered(killed_at_s: float) -> Callable[[list[Line]], bool]:
     """Return whether a new incarnation has made some steps with all ranks."""
 
@@ -279,6 +293,7 @@ def torchrun_node(directory: Path) -> Measure:
         wait_for(job, directory, steps_reached(KILL_AT))
         at_s = time.monotonic()
         job.kill(1)
+        wait_for(job, directory, renewed(at_s))
         job.run(1, "node-1", command)
         return judge(wait_for(job, directory, recovered(at_s)), at_s)
 
@@ -339,6 +354,7 @@ def keepstep_node(directory: Path) -> Measure:
             cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
         wait_for(cluster, directory, steps_reached(KILL_AT))
         at_s = cluster.kill("node-1")
+        wait_for(cluster, directory, renewed(at_s))
         cluster.start("node-1", "--rdzv-conf", "last_call_timeout=30")
         measure = judge(wait_for(cluster, directory, recovered(at_s)), at_s)
         return measure | phases(cluster, at_s)
