@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -40,6 +41,20 @@ def local_box(
     Raises:
         LayoutMismatch: what the rank holds is not one box, such as a pending sum (`Partial`).
     """
+    # A model has many tensors of few shapes, and every save asks for each. In some versions of
+    # PyTorch placements of different types are equal, such as a shard and a strided one.
+    kinds = tuple(map(type, placements))
+    return _local_box(tuple(shape), tuple(mesh_shape), tuple(coordinate), tuple(placements), kinds)
+
+
+@lru_cache(maxsize=4096)
+def _local_box(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    _kinds: tuple[type[Placement], ...],
+) -> Box:
     ranges = []
     for extent, splits in zip(
         shape, _splits(len(shape), mesh_shape, coordinate, placements), strict=True
@@ -47,8 +62,8 @@ def local_box(
         pieces = _pieces(range(extent), splits)
         if len(pieces) > 1:
             raise LayoutMismatch(
-                f"a tensor of shape {tuple(shape)} placed as {tuple(placements)} over a mesh of "
-                f"{tuple(mesh_shape)} is held in several pieces per rank and cannot be stored; "
+                f"a tensor of shape {shape} placed as {placements} over a mesh of "
+                f"{mesh_shape} is held in several pieces per rank and cannot be stored; "
                 "redistribute it first"
             )
         ranges += pieces

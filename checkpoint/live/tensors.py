@@ -188,6 +188,8 @@ def check_disjoint(tensors: Iterable[LiveTensor]) -> None:
         if shapes.setdefault(tensor.key, tensor.global_shape) != tensor.global_shape:
             raise _repeated(tensor.key)
     for key, held in boxes.items():
+        if len(held) == 1:
+            continue
         if len(set(held)) < len(held):
             raise _repeated(key)
         pair = overlapping(held)
