@@ -14,12 +14,13 @@ torch's shards: one process saves and loads the full state as NumPy arrays. `dis
 to durable over that of one big sequential write with fsync, in the same repetition. A read ratio is
 the bytes that all ranks read from files per byte of tensors, each tensor counted once.
 
-The part `async` saves in the background, six times in one process group: `first_blocked_s` is for
-how long the first save blocks the slowest rank, `blocked_s` the median of the others, and
-`memcpy_s` how long the ranks take to copy the same bytes into memory that they have written before,
-just before each save. `cpu_ratio` is the same ratio in processor time of the training's process,
-which other load does not change. DCP's forms write in a thread or a process, from memory of its
-own, shared or page-locked. keepstep's process writes at a low priority.
+The part `async` saves in the background, six times in one process group of four ranks, or of as
+many as there are cores if that is fewer: ranks that share a core wait for each other's copies.
+`first_blocked_s` is for how long the first save blocks the slowest rank, `blocked_s` the median of
+the others, and `memcpy_s` how long the ranks take to copy the same bytes into memory that they have
+written before, just before each save. `cpu_ratio` is the same ratio in processor time of the
+training's process, which other load does not change. DCP's forms write in a thread or a process,
+from memory of its own, shared or page-locked. keepstep's process writes at a low priority.
 
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.
@@ -69,6 +70,8 @@ COLUMNS = (
 )  # fmt: skip
 
 BACKGROUND_COLUMNS = ("first_blocked_s", "blocked_s", "memcpy_s", "ratio", "cpu_ratio")
+
+BACKGROUND_RANKS = min(4, os.cpu_count() or 1)
 
 LOADS = 3  # for each layout: the time of a single load varies by half
 
@@ -205,11 +208,11 @@ def measure(name: str, workspace: Path, megabytes: int) -> Result:
 
 
 def measure_in_background(name: str, workspace: Path, megabytes: int) -> Result:
-    """Save several times in the background on four ranks."""
+    """Save several times in the background."""
     directory = workspace / f"async-{name}"
     directory.mkdir()
     try:
-        return ranks("async", name, "fsdp", 4, str(directory), workspace, megabytes)
+        return ranks("async", name, "fsdp", BACKGROUND_RANKS, str(directory), workspace, megabytes)
     except RuntimeError as error:
         return {"reason": str(error)[-400:]}
     finally:
