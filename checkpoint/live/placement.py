@@ -41,8 +41,8 @@ def local_box(
     Raises:
         LayoutMismatch: what the rank holds is not one box, such as a pending sum (`Partial`).
     """
-    # A model has many tensors of few shapes, and every save asks for each. In some versions of
-    # PyTorch placements of different types are equal, such as a shard and a strided one.
+    # A model has many tensors of few shapes, and every save asks for each. Types are compared, too:
+    # whether a shard and a strided shard of the same dimension are equal is up to PyTorch.
     kinds = tuple(map(type, placements))
     return _local_box(tuple(shape), tuple(mesh_shape), tuple(coordinate), tuple(placements), kinds)
 

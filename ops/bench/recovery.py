@@ -140,17 +140,16 @@ def median(measure: Callable[[Path], Measure], repeats: int, console: Console) -
 def judge(lines: list[Line], killed_at_s: float) -> Measure:
     """Compute the gaps from the steps of incarnations of the job that began after the kill."""
     before = [line for line in lines if line["at_s"] <= killed_at_s]
-    epochs = {line["epoch"] for line in before}
-    renewed = [line for line in lines if line["epoch"] not in epochs]
-    full = [line for line in renewed if line["world_size"] == WORLD]
+    new = after(lines, killed_at_s)
+    full = [line for line in new if line["world_size"] == WORLD]
     # All ranks may have completed a step that was in progress at the kill.
-    reached = max(line["step"] for line in lines if line["epoch"] in epochs)
-    gap_s = renewed[0]["at_s"] - killed_at_s
+    reached = max(line["step"] for line in lines if line not in new)
+    gap_s = new[0]["at_s"] - killed_at_s
     return {
         "gap_s": gap_s,
         "overhead_s": gap_s - step_before_s(before),
         "full_s": full[0]["at_s"] - killed_at_s,
-        "lost_steps": max(0.0, reached - min(line["step"] for line in renewed) + 1),
+        "lost_steps": max(0.0, reached - min(line["step"] for line in new) + 1),
     }
 
 
@@ -223,15 +222,18 @@ def steps_reached(step: int) -> Callable[[list[Line]], bool]:
     return lambda lines: len({line["rank"] for line in lines if line["step"] >= step}) == WORLD
 
 
+def after(lines: list[Line], killed_at_s: float) -> list[Line]:
+    """Return the lines of incarnations of the job that began after the kill."""
+    epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
+    return [line for line in lines if line["epoch"] not in epochs]
+
+
 def renewed(killed_at_s: float) -> Callable[[list[Line]], bool]:
     """Return whether all ranks of a new incarnation have made a step."""
 
     def has_renewed(lines: list[Line]) -> bool:
-        epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
-        after = [line for line in lines if line["epoch"] not in epochs]
-        return len({line["rank"] for line in after}) >= max(
-            (line["world_size"] for line in after), default=1
-        )
+        new = after(lines, killed_at_s)
+        return bool(new) and len({line["rank"] for line in new}) >= new[0]["world_size"]
 
     return has_renewed
 
@@ -240,10 +242,7 @@ def recovered(killed_at_s: float) -> Callable[[list[Line]], bool]:
     """Return whether a new incarnation has made some steps with all ranks."""
 
     def has_recovered(lines: list[Line]) -> bool:
-        epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
-        full = [
-            line for line in lines if line["epoch"] not in epochs and line["world_size"] == WORLD
-        ]
+        full = [line for line in after(lines, killed_at_s) if line["world_size"] == WORLD]
         return len(full) >= 2 * WORLD
 
     return has_recovered
