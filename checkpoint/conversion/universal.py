@@ -44,7 +44,7 @@ from keepstep.checkpoint.stored.object_names import MANIFEST, Attempt, StoredSte
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.stored_json import decode, encode
-from keepstep.checkpoint.stored.strict_json import to_strict_json
+from keepstep.checkpoint.stored.strict_json import encode_strict
 from keepstep.checkpoint.stored.writer import (
     PARALLEL_WRITES,
     commit,
@@ -277,7 +277,7 @@ class UniversalParts:
         listings = [part.listing for part in self._written.values()]
         objects = contents(
             self.stored, listings, self.plan.tensors, self.plan.chunk_parts(),
-            encode(to_strict_json(dict(documents))),
+            encode_strict(dict(documents)),
         )  # fmt: skip
         required = required_features(self.plan.tensors)
         manifest = manifest_of(self.attempt, listings, objects, required).encode()

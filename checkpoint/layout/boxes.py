@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Json = Any
@@ -160,33 +160,41 @@ class ShardIndex:
             entries.setdefault(entry.key, []).append(entry)
         return {key: tuple(boxes) for key, boxes in entries.items()}
 
-    def to_json(self) -> Json:
-        """Return the index as a JSON object."""
-        return {
-            "nbytes": self.nbytes,
-            "entries": [entry.to_json() for entry in self.entries],
-            "documents": dict(self.documents),
-        }
 
-    @classmethod
-    def from_json(cls, data: Json) -> ShardIndex:
-        """Parse what `to_json` returned."""
-        return cls(
-            data["nbytes"],
-            tuple(Entry.from_json(entry) for entry in data["entries"]),
-            dict(data["documents"]),
-        )
+@dataclass(frozen=True, slots=True)
+class DecodedIndex:
+    """A `ShardIndex` and the text of its boxes, for the one that is decoded after it."""
+
+    index: ShardIndex
+    boxes_text: bytes
 
 
 def encode_index(nbytes: int, encoded_entries: str, documents: Mapping[str, Json]) -> bytes:
-    """Return a `ShardIndex` as JSON text.
+    """Return a `ShardIndex` as two lines of JSON text: boxes, which seldom change, and documents.
 
     Args:
         nbytes: size of the buffer.
-        encoded_entries: the entries as a JSON list; the caller reuses it, for entries seldom
-            change.
+        encoded_entries: the entries as a JSON list; the caller reuses it.
         documents: as in `ShardIndex`.
     """
     encoded_documents = json.dumps(dict(documents), separators=(",", ":"))
-    content = f'"nbytes":{nbytes},"entries":{encoded_entries},"documents":{encoded_documents}'
-    return f"{{{content}}}".encode()
+    return f'{{"nbytes":{nbytes},"entries":{encoded_entries}}}\n{encoded_documents}'.encode()
+
+
+def decode_index(encoded: bytes, known: DecodedIndex | None = None) -> DecodedIndex:
+    """Parse what `encode_index` returned.
+
+    Args:
+        encoded: the text.
+        known: an index that may have the same boxes, which are then not parsed again.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: it is no such text.
+    """
+    boxes_text, _, encoded_documents = encoded.partition(b"\n")
+    documents = dict(json.loads(encoded_documents))
+    if known is not None and known.boxes_text == boxes_text:
+        return DecodedIndex(replace(known.index, documents=documents), boxes_text)
+    boxes = json.loads(boxes_text)
+    entries = tuple(Entry.from_json(entry) for entry in boxes["entries"])
+    return DecodedIndex(ShardIndex(boxes["nbytes"], entries, documents), boxes_text)

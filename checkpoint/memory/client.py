@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import ShardIndex
+from keepstep.checkpoint.layout.boxes import DecodedIndex, ShardIndex, decode_index
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.messages import (
     MAX_INDEX_NBYTES,
@@ -139,7 +138,7 @@ class SnapshotClient:
         reply: ServerReply = IndexPending()
         while isinstance(reply, IndexPending):
             reply, encoded = self._ask_with_payload(request, IndexBytes, IndexPending)
-        return decode_index(encoded, rank)
+        return read_index(encoded, rank).index
 
     def answer_plan(self, request: PlanRequest) -> tuple[PlanReply, bytes | bytearray]:
         """Return the server's reply to what it is asked to plan a checkpoint, and its payload."""
@@ -242,14 +241,16 @@ def translated_transport_errors() -> Iterator[None]:
         raise SnapshotUnavailable(f"snapshot server: {error}") from error
 
 
-def decode_index(encoded: bytes | bytearray | memoryview, rank: int) -> ShardIndex:
-    """Return the index of a rank's shard.
+def read_index(
+    encoded: bytes | bytearray | memoryview, rank: int, known: DecodedIndex | None = None
+) -> DecodedIndex:
+    """Return the index of a rank's shard, as `decode_index` does.
 
     Raises:
         SnapshotUnavailable: the bytes are no index.
     """
     try:
-        return ShardIndex.from_json(json.loads(bytes(encoded)))
+        return decode_index(bytes(encoded), known)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise SnapshotUnavailable(
             f"the index of rank {rank}'s shard cannot be read ({error!r:.200}); "

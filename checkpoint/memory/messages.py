@@ -305,7 +305,7 @@ ServerReply: TypeAlias = (
 
 SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
     name="snapshot",
-    versions=VersionRange(1, 1),
+    versions=VersionRange(2, 2),
     requests=Codec[ClientRequest](
         Begin,
         Seal,

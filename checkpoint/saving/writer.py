@@ -48,6 +48,7 @@ from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
@@ -62,6 +63,7 @@ class Writer:
         self._plan: PartPlan | None = None
         self._task: WritePart | None = None
         self._payload = bytearray()
+        self._write_memory = TransferPool()
 
     def run(self) -> None:
         """Serve until the rank closes its end."""
@@ -115,6 +117,7 @@ class Writer:
             [0],
             reader.read_box,
             name=self._plan.rank,
+            memory=self._write_memory,
         )
         return Written(
             name=part.name, nbytes=part.nbytes, crc32c=part.crc32c, content=reader.content

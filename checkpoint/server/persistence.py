@@ -39,6 +39,7 @@ from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.transport import Identity
 
@@ -83,6 +84,7 @@ class Persistence:
         )
         self._plan_answers = plan_answers
         self._plan_exchange = PlanExchange(plan_answers, self._connect)
+        self._write_memory = TransferPool()
         self._attempt: _Attempt | None = None
         self._is_closing = threading.Event()
 
@@ -154,6 +156,7 @@ class Persistence:
                 read_box,
                 name=part,
                 stop=stop.is_set,
+                memory=self._write_memory,
             )
             listing = PartListing(written.name, written.nbytes, written.crc32c)
             event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)

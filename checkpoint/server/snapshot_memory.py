@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, DecodedIndex, Entry, ShardIndex
 from keepstep.checkpoint.memory import snapshot_table
 from keepstep.checkpoint.memory.arena import Arena
-from keepstep.checkpoint.memory.client import decode_index
+from keepstep.checkpoint.memory.client import read_index
 from keepstep.checkpoint.memory.erasure_group import ShardLocation
 from keepstep.checkpoint.memory.messages import SealedRanks, ShardBox
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
@@ -87,6 +87,8 @@ class SnapshotMemory:
         self._table = SnapshotTable()
         self._arenas: dict[int, Arena] = {}
         self._shards: dict[tuple[SnapshotId, int], _SealedShard] = {}
+        # The last index that was read of each rank, and its entries by key: most are alike.
+        self._read: dict[int, tuple[DecodedIndex, Mapping[str, tuple[Entry, ...]]]] = {}
         # Lost nodes' shards that are to be rebuilt here, and the reason if one of them cannot be.
         self._awaited: dict[tuple[SnapshotId, int], str | None] = {}
         self._is_stopping = False
@@ -424,8 +426,12 @@ class SnapshotMemory:
         shard = self._shard(snapshot, rank)
         if shard.index is None:
             encoded = self._arena(snapshot, rank).range(shard.index_offset, shard.index_nbytes)
-            shard.index = decode_index(encoded.view, rank)
-            shard.entries = shard.index.by_key
+            known, entries = self._read.get(rank, (None, {}))
+            decoded = read_index(encoded.view, rank, known)
+            if known is None or decoded.index.entries is not known.index.entries:
+                entries = decoded.index.by_key
+            self._read[rank] = decoded, entries
+            shard.index, shard.entries = decoded.index, entries
         return shard.entries
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,16 +44,23 @@ class EncodedCells:
     sizes: tuple[int, ...]
 
 
-def encode_cells(tensor: StoredTensor, values: Bytes) -> EncodedCells:
+def plain_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
+    """Return the size of the cells of a chunk of this shape, with checksums, if not compressed."""
+    counts = (ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True))
+    return math.prod(counts) * (tensor.cell_nbytes + CHECKSUM_NBYTES)
+
+
+def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes | None = None) -> EncodedCells:
     """Encode a chunk's cells.
 
     Args:
         tensor: the chunk's tensor.
         values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
+        into: memory of `plain_nbytes` for cells that are not compressed; None: new memory.
     """
     *shape, itemsize = values.shape
     if tensor.compression is None and tuple(shape) == tensor.cell:
-        return _one_plain(values)
+        return _one_plain(values, into)
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
     if shape != padded_shape:
@@ -67,14 +73,14 @@ def encode_cells(tensor: StoredTensor, values: Bytes) -> EncodedCells:
     split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
     in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
     if tensor.compression is None:
-        return _plain(tensor, counts, in_order)
+        return _plain(tensor, counts, in_order, into)
     return _compressed(tensor, counts, in_order)
 
 
-def _one_plain(values: Bytes) -> EncodedCells:
+def _one_plain(values: Bytes, into: Bytes | None) -> EncodedCells:
     """Encode a chunk of one whole cell, as those of all small tensors are."""
     nbytes = values.nbytes
-    encoded = _aligned_empty(nbytes + CHECKSUM_NBYTES)
+    encoded = np.empty(nbytes + CHECKSUM_NBYTES, np.uint8) if into is None else into
     content = encoded[:nbytes]
     content.reshape(values.shape)[...] = values
     checksum = crc32c.crc32c(content.data)
@@ -82,10 +88,13 @@ def _one_plain(values: Bytes) -> EncodedCells:
     return EncodedCells(encoded.data, (checksum,), (encoded.size,))
 
 
-def _plain(tensor: StoredTensor, counts: Sequence[int], in_order: Bytes) -> EncodedCells:
+def _plain(
+    tensor: StoredTensor, counts: Sequence[int], in_order: Bytes, into: Bytes | None
+) -> EncodedCells:
     nbytes, count = tensor.cell_nbytes, math.prod(counts)
     size = nbytes + CHECKSUM_NBYTES
-    encoded = _aligned_empty(count * size).reshape(-1, size)
+    memory = np.empty(count * size, np.uint8) if into is None else into
+    encoded = memory.reshape(-1, size)
     itemsize = in_order.shape[-1]
     encoded[:, :nbytes].reshape(*counts, *tensor.cell, itemsize)[...] = in_order
     checksums = tuple(crc32c.crc32c(cell[:nbytes].data) for cell in encoded)
@@ -96,7 +105,7 @@ def _plain(tensor: StoredTensor, counts: Sequence[int], in_order: Bytes) -> Enco
 def _compressed(tensor: StoredTensor, counts: Sequence[int], in_order: Bytes) -> EncodedCells:
     most_nbytes = tensor.cell_nbytes + BLOSC_HEADER_NBYTES + CHECKSUM_NBYTES
     # Memory that nothing is written to is not taken.
-    encoded = _aligned_empty(math.prod(counts) * most_nbytes)
+    encoded = np.empty(math.prod(counts) * most_nbytes, np.uint8)
     checksums: list[int] = []
     sizes: list[int] = []
     end = 0
@@ -163,15 +172,3 @@ def decompress(data: Bytes, into: Bytes) -> None:
         blosc.decompress(data, into)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-
-
-def _aligned_empty(nbytes: int) -> Bytes:
-    """Return memory aligned to a page, which a file system can write without a copy.
-
-    Less than a page is not worth it: it is copied in any case.
-    """
-    if nbytes < mmap.PAGESIZE:
-        return np.empty(nbytes, np.uint8)
-    memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
-    skipped = -memory.ctypes.data % mmap.PAGESIZE
-    return memory[skipped : skipped + nbytes]

@@ -34,7 +34,8 @@ from keepstep.checkpoint.stored.zarr_metadata import (
     shard_index_nbytes,
 )
 
-_RUN_NBYTES = 2 * 2**20
+# With the blocks that it begins and ends in, a read fits a large page.
+_RUN_NBYTES = 2 * 2**20 - 2 * 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -18,17 +18,26 @@ import numpy.typing as npt
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.stored.cell_codec import CHECKSUM_NBYTES, decompress
 from keepstep.checkpoint.stored.cell_index import Span, runs
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.storage import Storage
+from keepstep.checkpoint.stored.transfer_memory import BLOCK_NBYTES, TransferMemory
+from keepstep.checkpoint.stored.urls import parse_url
 
 Bytes = npt.NDArray[np.uint8]
 
 PARALLEL_READS = 8
 """How many threads read; they mostly wait for storage, and many small tensors need many reads."""
 
+_PARALLEL_DIRECT_READS = 4
+"""How many do past the page cache: a device is busy with less, and each has a large page."""
+
 _PREFETCHED_RUNS = 16
+
+_LARGE_READ_NBYTES = 2**20
+"""A read from here on is of whole blocks, where files are read past the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +79,12 @@ class ReadCount:
             self.nbytes += nbytes
 
 
-class _Buffer:
-    """Memory that is reused: new memory is mapped page by page."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def of_size(self, nbytes: int) -> Bytes:
-        """Return the memory, cut to this size; the next call returns it too."""
-        if self._memory.size < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        return self._memory[:nbytes]
-
-
 class _ReadBuffers(threading.local):
     """What each thread reads into, and what it decompresses a cell into."""
 
     def __init__(self) -> None:
-        self.read = _Buffer()
-        self.decompressed = _Buffer()
+        self.read = TransferMemory()
+        self.decompressed = TransferMemory()
 
 
 class CellReads:
@@ -99,6 +95,8 @@ class CellReads:
         directory: the directory that has them.
         tensors: its tensors by the keys that they are stored under.
         count: counts the bytes that are read.
+        past_cache: whether nobody else on this machine is going to read what this reads, so that
+            files need not be kept in the system's memory: large reads are then of whole blocks.
     """
 
     def __init__(
@@ -107,11 +105,16 @@ class CellReads:
         directory: str,
         tensors: Mapping[str, StoredTensor],
         count: ReadCount,
+        *,
+        past_cache: bool = False,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._tensors = tensors
         self._count = count
+        is_in_files = parse_url(storage.url).local_path is not None
+        self._is_direct = past_cache and is_in_files
+        self._parallel_reads = _PARALLEL_DIRECT_READS if self._is_direct else PARALLEL_READS
         self._buffers = _ReadBuffers()
 
     def read(self, targets_by_span: TargetsBySpan) -> None:
@@ -121,13 +124,14 @@ class CellReads:
             CheckpointDamaged: what is stored is not what was written. The memory is undefined then.
         """
         ordered = list(runs(targets_by_span))
-        with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        with ThreadPoolExecutor(self._parallel_reads) as pool:
             futures = []
             for number, run in enumerate(ordered):
                 # A run is prefetched before the runs ahead of it have all been read, so that the
                 # device is never idle.
                 following = number + _PREFETCHED_RUNS
-                ahead = ordered[following] if following < len(ordered) else None
+                is_read_ahead = following < len(ordered) and not self._is_direct
+                ahead = ordered[following] if is_read_ahead else None
                 futures.append(pool.submit(self._fetch, run, targets_by_span, ahead))
             try:
                 for future in futures:
@@ -142,7 +146,7 @@ class CellReads:
         Raises:
             CheckpointDamaged: what is stored is not what was written.
         """
-        with ThreadPoolExecutor(PARALLEL_READS) as pool:
+        with ThreadPoolExecutor(self._parallel_reads) as pool:
             futures = {pool.submit(self._fetch, run, {}, None): run for run in runs(spans)}
             try:
                 for future in as_completed(futures):
@@ -198,12 +202,16 @@ class CellReads:
             name = f"{self._directory}/{ahead[0].object_name}"
             self._storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
         nbytes = sum(span.nbytes for span in run)
+        first = run[0].offset
+        block_nbytes = BLOCK_NBYTES if self._is_direct and nbytes >= _LARGE_READ_NBYTES else 1
+        skipped = first % block_nbytes
         try:
-            data = self._buffers.read.of_size(nbytes).data
-        except (MemoryError, OverflowError, ValueError) as error:
+            whole_nbytes = round_up(skipped + nbytes, block_nbytes)
+            memory = self._buffers.read.of_size(whole_nbytes)[:whole_nbytes].data
+        except (MemoryError, OverflowError, ValueError, OSError) as error:
             # Metadata may claim cells of any size. That memory is short is no damage: nobody is to
             # go on from an older step because of it, or to remove this one.
-            if isinstance(error, MemoryError) and self._holds(run[0], nbytes):
+            if isinstance(error, MemoryError | OSError) and self._holds(run[0], nbytes):
                 raise CheckpointError(
                     f"{self._location(run[0].object_name)}: no memory for {nbytes} bytes of "
                     f"{run[0].key}; free some, or raise the limit of this process"
@@ -212,14 +220,15 @@ class CellReads:
                 f"{self._location(run[0].object_name)}: {nbytes} bytes of {run[0].key} cannot be "
                 "read at once; load an older step"
             ) from None
-        count = self.read_into(run[0].object_name, [data], run[0].offset)
+        count = self.read_into(run[0].object_name, [memory], first - skipped) - skipped
+        data = memory[skipped:]
         end = 0
         for span in run:
             piece = data[end : end + span.nbytes]
             end += span.nbytes
             if count < end:
                 raise CheckpointDamaged(
-                    f"{self._location(span.object_name)} ends at byte {run[0].offset + count}, "
+                    f"{self._location(span.object_name)} ends at byte {first + count}, "
                     f"within the data of {span.key}; load an older step"
                 )
             if not span.is_intact(piece):
@@ -255,7 +264,8 @@ class CellReads:
                 target.copy_from(start, cell.reshape(shape))
 
     def _decompressed(self, span: Span, cell: Bytes) -> Bytes:
-        into = self._buffers.decompressed.of_size(self._tensors[span.key].cell_nbytes)
+        nbytes = self._tensors[span.key].cell_nbytes
+        into = self._buffers.decompressed.of_size(nbytes)[:nbytes]
         try:
             decompress(cell, into)
         except ValueError as error:

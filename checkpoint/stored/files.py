@@ -7,8 +7,9 @@ commits of the file system's journal.
 
 Large files are written past the page cache (`O_DIRECT`). Unaligned data is copied for that, as the
 page cache would do; but nothing is left for the kernel to write back later, and the file does not
-displace the job's memory with pages that it will not read. Where the file system does not support
-it, the page cache is used and flushed at once.
+displace the job's memory with pages that it will not read. A reader whose bytes nobody else reads
+has them read so, too. Where the file system does not support it, the page cache is used, and
+flushed at once after a write.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import errno
 import io
 import itertools
-import mmap
 import os
 import shutil
 import stat
@@ -38,17 +38,21 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
+from keepstep.checkpoint.stored.transfer_memory import (
+    BLOCK_NBYTES,
+    LARGE_PAGE_NBYTES,
+    allocate,
+)
 
 _LARGE_NBYTES = 2**20
-# Size of one write past the page cache. Larger writes are no faster, and this one still fits a
+# Size of one write past the page cache: larger ones are no faster, and this one still fits a
 # processor's cache.
-_STAGING_NBYTES = 2**20
+_STAGING_NBYTES = LARGE_PAGE_NBYTES
 # The largest object of which the reader does not know the size: a manifest.
 _MAX_UNKNOWN_NBYTES = 2**30
 _COMPARED_NBYTES = 2**20
 _PARALLEL_FLUSHES = 8
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_BLOCK_NBYTES = mmap.PAGESIZE
 _UNFINISHED = ".unfinished"
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -72,7 +76,12 @@ class FileStorage:
             return file.readall()
 
     def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
-        """See `Storage.read_into`."""
+        """See `Storage.read_into`. Large reads of whole blocks go past the page cache."""
+        if len(buffers) == 1 and _is_in_blocks(buffers[0], offset):
+            with self._translate_errors(f"read {name}"):
+                count = _read_direct(self.root / name, buffers[0], offset)
+            if count is not None:
+                return count
         remaining = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
         with self._translate_errors(f"read {name}"), _open_file(self.root / name) as file:
@@ -244,14 +253,14 @@ class FileStorage:
             ) from error
 
 
-def _open_file(path: Path) -> io.FileIO:
+def _open_file(path: Path, flags: int = 0) -> io.FileIO:
     """Open a regular file to read.
 
     Raises:
         CheckpointDamaged: it is something else: a pipe would wait for a writer, a device never end.
     """
     # Opening a pipe waits for a writer too, unless O_NONBLOCK is set.
-    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise CheckpointDamaged(f"{path} is not a regular file; load an older step")
@@ -281,6 +290,36 @@ def _has_content(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
     return True
 
 
+def _is_in_blocks(buffer: memoryview, offset: int) -> bool:
+    """Return whether a read is large, and of whole blocks into aligned memory."""
+    if buffer.nbytes < _LARGE_NBYTES or buffer.nbytes % BLOCK_NBYTES or offset % BLOCK_NBYTES:
+        return False
+    return bool(np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK_NBYTES == 0)
+
+
+def _read_direct(path: Path, buffer: memoryview, offset: int) -> int | None:
+    """Read a file past the page cache; return how many bytes there were.
+
+    Return None if the file system does not support it.
+    """
+    if not _O_DIRECT:
+        return None
+    total = 0
+    try:
+        with _open_file(path, _O_DIRECT) as file:
+            # Only at the file's end is a part of a block read.
+            while total < buffer.nbytes and total % BLOCK_NBYTES == 0:
+                count = os.preadv(file.fileno(), [buffer[total:]], offset + total)
+                if count == 0:
+                    break
+                total += count
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return None
+        raise
+    return total
+
+
 def _write_direct(path: Path, pieces: Sequence[memoryview]) -> bool:
     """Write a file past the page cache.
 
@@ -298,17 +337,19 @@ def _write_direct(path: Path, pieces: Sequence[memoryview]) -> bool:
         raise
     try:
         # One extent instead of one for each write: other threads' files grow at the same time.
-        os.posix_fallocate(descriptor, 0, sum(piece.nbytes for piece in pieces))
-        # Mapped memory is aligned as O_DIRECT requires.
-        staged = np.frombuffer(mmap.mmap(-1, _STAGING_NBYTES), np.uint8)
+        total = sum(piece.nbytes for piece in pieces)
+        os.posix_fallocate(descriptor, 0, total)
+        staged = np.empty(0, np.uint8)
         filled = nbytes = 0
         for piece in pieces:
             remaining = np.frombuffer(piece, np.uint8)
-            if not filled and remaining.ctypes.data % _BLOCK_NBYTES == 0:
-                aligned = remaining.size // _BLOCK_NBYTES * _BLOCK_NBYTES
+            if not filled and remaining.ctypes.data % BLOCK_NBYTES == 0:
+                aligned = remaining.size // BLOCK_NBYTES * BLOCK_NBYTES
                 _write_all(descriptor, remaining[:aligned].data)
                 remaining, nbytes = remaining[aligned:], nbytes + aligned
             while remaining.size:
+                if not staged.size:
+                    staged = allocate(min(_STAGING_NBYTES, total - nbytes))
                 count = min(remaining.size, staged.size - filled)
                 np.copyto(staged[filled : filled + count], remaining[:count])
                 remaining, filled, nbytes = remaining[count:], filled + count, nbytes + count
@@ -317,7 +358,7 @@ def _write_direct(path: Path, pieces: Sequence[memoryview]) -> bool:
                     filled = 0
         if filled:
             # Only whole blocks can be written; the file is cut to its size afterwards.
-            _write_all(descriptor, staged[: round_up(filled, _BLOCK_NBYTES)].data)
+            _write_all(descriptor, staged[: round_up(filled, BLOCK_NBYTES)].data)
         os.ftruncate(descriptor, nbytes)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):

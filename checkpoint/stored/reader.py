@@ -242,8 +242,13 @@ class StoredCheckpoint:
         span = next(index.find(stored, [Cell(0, place)]))
         return span.object_name, span.offset
 
-    def read(self, requests: Sequence[BoxRequest]) -> None:
-        """See `Source.read`. Each cell is read once for all requests, adjacent ones together."""
+    def read(self, requests: Sequence[BoxRequest], *, past_cache: bool = False) -> None:
+        """See `Source.read`. Each cell is read once for all requests, adjacent ones together.
+
+        Args:
+            requests: what to read.
+            past_cache: whether nobody else on this machine is going to read the same.
+        """
         wanted: dict[tuple[str, tuple[int, ...]], tuple[Chunk, dict[Cell, list[Target]]]] = {}
         for request in requests:
             if request.key not in self.stored_tensors:
@@ -264,7 +269,7 @@ class StoredCheckpoint:
             targets = (cells[cell] for cell in ordered)
             for span in index.find(chunk, ordered):
                 targets_by_span[span] = list(itertools.islice(targets, len(span.places)))
-        self._reads.read(targets_by_span)
+        self._reads(past_cache=past_cache).read(targets_by_span)
 
     def verify(self, report: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read every byte and check it against the checksums.
@@ -275,7 +280,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: an object is not as it was written.
         """
-        reads, index = self._reads, self.cell_index
+        reads, index = self._reads(past_cache=True), self.cell_index
         reads.verify(index.spans(), report)
         for item in index.objects:
             # A read past the object's recorded end must return nothing.
@@ -302,9 +307,14 @@ class StoredCheckpoint:
         """
         return read_verified(self.storage, self.manifest, name)
 
-    @property
-    def _reads(self) -> CellReads:
-        return CellReads(self.storage, self.directory, self._tensors_as_stored, self._read_count)
+    def _reads(self, *, past_cache: bool) -> CellReads:
+        return CellReads(
+            self.storage,
+            self.directory,
+            self._tensors_as_stored,
+            self._read_count,
+            past_cache=past_cache,
+        )
 
     def _read_object(self, name: str) -> bytes:
         try:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.stored.stored_json import encode
 
 _TAG = "__float__"
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -27,6 +29,17 @@ def to_strict_json(value: Json) -> Json:
     if isinstance(value, list | tuple):
         return [to_strict_json(item) for item in value]
     return value
+
+
+def encode_strict(value: Json) -> bytes:
+    """Return what `to_strict_json` returns as it is stored, without a look at each value if not one
+    of them has another form there.
+    """
+    with suppress(TypeError, ValueError):
+        encoded = encode(value)
+        if _TAG.encode() not in encoded:
+            return encoded
+    return encode(to_strict_json(value))
 
 
 def from_strict_json(value: Json) -> Json:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import crc32c
 import numpy as np
@@ -21,7 +21,12 @@ import numpy.typing as npt
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.stored.cell_codec import EncodedCells, encode_cells
+from keepstep.checkpoint.stored.cell_codec import (
+    Bytes,
+    EncodedCells,
+    encode_cells,
+    plain_nbytes,
+)
 from keepstep.checkpoint.stored.chunking import (
     PACK_NBYTES,
     Chunk,
@@ -59,7 +64,8 @@ from keepstep.checkpoint.stored.pruning import Note
 from keepstep.checkpoint.stored.steps import newest_in
 from keepstep.checkpoint.stored.storage import Storage
 from keepstep.checkpoint.stored.stored_json import encode
-from keepstep.checkpoint.stored.strict_json import to_strict_json
+from keepstep.checkpoint.stored.strict_json import encode_strict
+from keepstep.checkpoint.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.stored.zarr_metadata import (
     array_metadata,
     group_metadata,
@@ -73,6 +79,7 @@ PARALLEL_WRITES = 4
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Stored = TypeVar("_Stored", bound=DataObject)
 
 ReadBox = Callable[[str, Box], npt.NDArray[np.uint8]]
 """Returns a box's bytes: an array of the box's shape plus a last axis of one element's bytes.
@@ -93,6 +100,7 @@ def write_part(
     name: int,
     stop: Callable[[], bool] = lambda: False,
     threads: int | None = None,
+    memory: TransferPool | None = None,
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
@@ -111,6 +119,7 @@ def write_part(
         name: number of the listing, unique among the writers of this attempt.
         stop: called before every chunk; True ends the attempt.
         threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
+        memory: what objects are encoded into; None: new memory.
 
     Raises:
         CheckpointExists: this step of this generation is committed.
@@ -119,12 +128,20 @@ def write_part(
     _check_not_committed(storage, attempt.stored)
     previous = _previous_objects(storage, attempt.stored, name)
 
+    pool = TransferPool() if memory is None else memory
+
     def write(job: _Job) -> DataObject:
-        item, pieces = (
-            _chunk_object(plan, job, encoded)
-            if isinstance(job, Chunk)
-            else _pack(plan, job, encoded)
-        )
+        chunks = [job] if isinstance(job, Chunk) else job.chunks
+        if any(plan.tensors[chunk.key].compression is not None for chunk in chunks):
+            assert isinstance(job, Chunk), "what lies in packs is not compressed"
+            return store(*_chunk_object(plan, job, encoded(job)))
+        sizes = [plain_nbytes(plan.tensors[chunk.key], chunk.box.shape) for chunk in chunks]
+        with pool.taken(sum(sizes)) as taken:
+            if isinstance(job, Chunk):
+                return store(*_chunk_object(plan, job, encoded(job, taken)))
+            return store(_pack(job, sizes, taken, encoded), [taken.data])
+
+    def store(item: _Stored, pieces: Sequence[Piece]) -> _Stored:
         target = f"{attempt.directory}/{item.name}"
         source = previous.get(item)
         # Equal checksums do not prove that the bytes are equal; the storage compares them.
@@ -132,13 +149,13 @@ def write_part(
             storage.write(target, pieces)
         return item
 
-    def encoded(chunk: Chunk) -> EncodedCells:
+    def encoded(chunk: Chunk, into: Bytes | None = None) -> EncodedCells:
         if stop():
             raise CheckpointError(
                 f"step {attempt.stored.step}: it was not stored, because this attempt was given "
                 f"up, or its generation {attempt.stored.generation} is over"
             )
-        return encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
+        return encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box), into)
 
     jobs = list(write_jobs(plan, writers, name))
     first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
@@ -187,9 +204,7 @@ def publish(
         storage,
         attempt,
         parts,
-        contents(
-            attempt.stored, parts, tensors, chunk_parts, encode(to_strict_json(dict(documents)))
-        ),
+        contents(attempt.stored, parts, tensors, chunk_parts, encode_strict(dict(documents))),
         required_features(tensors),
     )
 
@@ -376,7 +391,12 @@ class PackJob:
 
 
 _Job = Chunk | PackJob
-_Encode = Callable[[Chunk], EncodedCells]
+
+
+class _Encode(Protocol):
+    """Encodes the cells of a chunk, into memory of their size if it is given."""
+
+    def __call__(self, chunk: Chunk, into: Bytes | None = None) -> EncodedCells: ...
 
 
 def write_jobs(plan: ChunkPlan, writers: Sequence[int], name: int) -> Iterator[Chunk | PackJob]:
@@ -398,10 +418,9 @@ def write_jobs(plan: ChunkPlan, writers: Sequence[int], name: int) -> Iterator[C
 
 
 def _chunk_object(
-    plan: ChunkPlan, chunk: Chunk, encoded: _Encode
+    plan: ChunkPlan, chunk: Chunk, cells: EncodedCells
 ) -> tuple[ChunkObject, list[Piece]]:
     tensor = plan.tensors[chunk.key]
-    cells = encoded(chunk)
     present = [cell.number for cell in cells_over(tensor, chunk, chunk.box)]
     pieces: list[Piece] = [cells.data, shard_index(tensor, present, cells.sizes)]
     name = chunk_name(chunk.key, chunk.place)
@@ -409,14 +428,15 @@ def _chunk_object(
     return ChunkObject(name, _nbytes(pieces), encode_numbers(cells.checksums), sizes), pieces
 
 
-def _pack(plan: ChunkPlan, job: PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
+def _pack(job: PackJob, sizes: Sequence[int], memory: Bytes, encoded: _Encode) -> Pack:
+    """Encode chunks one after the other into memory that a file system can write without a copy."""
     packed: list[PackedChunk] = []
-    pieces: list[Piece] = []
-    for chunk in job.chunks:
-        cells = encoded(chunk)
-        pieces.append(cells.data)
+    end = 0
+    for chunk, nbytes in zip(job.chunks, sizes, strict=True):
+        cells = encoded(chunk, memory[end : end + nbytes])
+        end += nbytes
         packed.append(PackedChunk(chunk.key, chunk.place, encode_numbers(cells.checksums)))
-    return Pack(job.name, _nbytes(pieces), tuple(packed)), pieces
+    return Pack(job.name, memory.nbytes, tuple(packed))
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:

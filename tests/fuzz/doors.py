@@ -16,7 +16,7 @@ from typing import Any
 
 from keepstep.checkpoint.errors import RulesInvalid, SnapshotUnavailable
 from keepstep.checkpoint.memory import messages as memory_messages
-from keepstep.checkpoint.memory.client import decode_index
+from keepstep.checkpoint.memory.client import read_index
 from keepstep.checkpoint.rules.rule_file import parse_rules
 from keepstep.checkpoint.saving import messages as saving_messages
 from keepstep.elastic.errors import UsageError
@@ -203,9 +203,9 @@ def doors() -> dict[str, Door]:
     entries["ring"] = Door(lambda _: ring, _read_ring, (RingUnreadable,))
     entries["index of a shard"] = Door(
         lambda _: (
-            b'{"nbytes": 8, "entries": [["w", "float32", [2], [0], [2], 0, 8]], "documents": {}}'
+            b'{"nbytes": 8, "entries": [["w", "float32", [2], [0], [2], 0, 8]]}\n{"data": [1]}'
         ),
-        lambda data: decode_index(data, 0),
+        lambda data: read_index(data, 0),
         (SnapshotUnavailable,),
     )
     entries["rules"] = Door(lambda _: _RULES, _parse_rules, (RulesInvalid,))

@@ -37,7 +37,7 @@ from keepstep.checkpoint.memory.messages import (
     StripeBytes,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.transport import Codec, Identity, Message, Protocol, VersionRange, connect
+from keepstep.transport import Codec, Identity, Message, Protocol, connect
 from tests.integration.checkpoint.servers import SECRET, Server
 from tests.patience import patient
 
@@ -251,7 +251,7 @@ class Sing(Message, frozen=True, kw_only=True):
 def test_an_unknown_request_is_refused_and_the_connection_lives(server: Server) -> None:
     newer = Protocol(
         name="snapshot",
-        versions=VersionRange(1, 1),
+        versions=SNAPSHOT_PROTOCOL.versions,
         requests=Codec[Sing | ListHoldings](Sing, ListHoldings),
         replies=SNAPSHOT_PROTOCOL.replies,
     )

@@ -388,7 +388,7 @@ def test_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_loaded_instead(
     """A job that rolls back removes newer checkpoints than the one that it goes on from."""
     for step in (1, 2):
         checkpoint.save(str(tmp_path), {"x": torch.full((600, 700), float(step))}, step=step)
-    of_size = cell_reads._Buffer.of_size
+    of_size = cell_reads.TransferMemory.of_size
     is_short = True
 
     def allocate(buffer: Any, nbytes: int) -> Any:
@@ -396,7 +396,7 @@ def test_lack_of_memory_is_no_damage_and_no_older_checkpoint_is_loaded_instead(
             raise MemoryError
         return of_size(buffer, nbytes)
 
-    monkeypatch.setattr(cell_reads._Buffer, "of_size", allocate)
+    monkeypatch.setattr(cell_reads.TransferMemory, "of_size", allocate)
     state = {"x": torch.zeros(600, 700)}
     with pytest.raises(CheckpointError, match="no memory for") as error:
         checkpoint.load(str(tmp_path), state, fallback=True)

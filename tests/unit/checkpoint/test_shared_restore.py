@@ -259,9 +259,9 @@ def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPa
     staged: list[int] = []
     read = StoredCheckpoint.read
 
-    def noting(source: StoredCheckpoint, requests: Sequence[Any]) -> None:
+    def noting(source: StoredCheckpoint, requests: Sequence[Any], *, past_cache: bool) -> None:
         staged.append(sum(request.into.nbytes for request in requests))
-        read(source, requests)
+        read(source, requests, past_cache=past_cache)
 
     monkeypatch.setattr(StoredCheckpoint, "read", noting)
     ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))

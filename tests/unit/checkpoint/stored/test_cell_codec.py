@@ -8,7 +8,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from keepstep.checkpoint.stored.cell_codec import encode_cells
+from keepstep.checkpoint.stored.cell_codec import encode_cells, plain_nbytes
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
 
@@ -43,14 +43,17 @@ def test_each_cell_is_padded_and_followed_by_its_checksum(
     ]
     checksums = [crc32c.crc32c(content) for content in cells]
 
-    encoded = encode_cells(tensor, values)
+    memory = np.full(plain_nbytes(tensor, shape), 0xFF, np.uint8)
+    for into in (None, memory):
+        encoded = encode_cells(tensor, values, into)
 
-    assert bytes(encoded.data) == b"".join(
-        content + checksum.to_bytes(4, "little")
-        for content, checksum in zip(cells, checksums, strict=True)
-    )
-    assert encoded.checksums == tuple(checksums)
-    assert encoded.sizes == tuple(len(content) + 4 for content in cells)
+        assert bytes(encoded.data) == b"".join(
+            content + checksum.to_bytes(4, "little")
+            for content, checksum in zip(cells, checksums, strict=True)
+        )
+        assert encoded.checksums == tuple(checksums)
+        assert encoded.sizes == tuple(len(content) + 4 for content in cells)
+    assert bytes(memory) == bytes(encoded.data)
 
 
 def test_what_is_encoded_does_not_change_with_the_values_afterwards() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.stored.stored_json import encode
-from keepstep.checkpoint.stored.strict_json import from_strict_json, to_strict_json
+from keepstep.checkpoint.stored.strict_json import encode_strict, from_strict_json, to_strict_json
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["NaN", "x"]),
@@ -41,3 +41,4 @@ def same(first: Any, second: Any) -> bool:
 def test_every_value_comes_back_from_strict_json(value: Any) -> None:
     stored = json.loads(encode(to_strict_json(value)), parse_constant=refuse)
     assert same(from_strict_json(stored), value)
+    assert json.loads(encode_strict(value), parse_constant=refuse) == stored

@@ -1,0 +1,90 @@
+"""Memory that a device reads into and writes from, past the page cache.
+
+It is aligned as such reads and writes require, and lies in large pages where the system has them:
+a device is asked for each piece of memory that is contiguous for it, and of ordinary pages each is
+one. It is used again, because new memory is mapped and cleared page by page.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from keepstep.checkpoint.layout.integers import round_up
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_NBYTES = mmap.PAGESIZE
+"""What addresses, offsets and sizes are multiples of."""
+
+LARGE_PAGE_NBYTES = 2 * 2**20
+
+_MAX_UNUSED_NBYTES = 64 * 2**20
+
+
+def allocate(nbytes: int) -> Bytes:
+    """Return aligned memory of at least this size; from about a large page on, in large pages."""
+    if nbytes <= LARGE_PAGE_NBYTES // 2:
+        return np.frombuffer(_map(round_up(max(1, nbytes), BLOCK_NBYTES)), np.uint8)
+    size = round_up(nbytes, LARGE_PAGE_NBYTES)
+    # What lies before the first large page, and after the last one, takes no memory.
+    mapped = _map(size + LARGE_PAGE_NBYTES)
+    with suppress(AttributeError, OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
+    first = -memory.ctypes.data % LARGE_PAGE_NBYTES
+    return memory[first : first + size]
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    # Shared memory, which is Python's default, has large pages only if the system was told so.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class TransferMemory:
+    """Memory of one thread, for one transfer after the other."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def of_size(self, nbytes: int) -> Bytes:
+        """Return the memory, of this size at least; the next call returns it too.
+
+        Raises:
+            MemoryError, OverflowError, ValueError, OSError: there is none.
+        """
+        if self._memory.nbytes < nbytes:
+            self._memory = allocate(nbytes)
+        return self._memory
+
+
+class TransferPool:
+    """Memory of several threads. Thread-safe; keeps `_MAX_UNUSED_NBYTES` of unused memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unused: list[Bytes] = []
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[Bytes]:
+        """Yield memory of this size."""
+        with self._lock:
+            large_enough = [memory for memory in self._unused if memory.nbytes >= nbytes]
+            memory = min(large_enough, key=lambda memory: memory.nbytes, default=None)
+            if memory is not None:
+                self._unused = [other for other in self._unused if other is not memory]
+        if memory is None:
+            memory = allocate(nbytes)
+        try:
+            yield memory[:nbytes]
+        finally:
+            with self._lock:
+                self._unused.append(memory)
+                while sum(unused.nbytes for unused in self._unused) > _MAX_UNUSED_NBYTES:
+                    # The oldest: what follows is of the sizes that were used last.
+                    del self._unused[0]
