@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 PARALLEL_READS = 8
 """How many threads read; they mostly wait for storage, and many small tensors need many reads."""
 
-_PARALLEL_DIRECT_READS = 4
+_PARALLEL_DIRECT_READS = 3
 """How many do past the page cache: a device is busy with less, and each has a large page."""
 
 _PREFETCHED_RUNS = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpoint.errors import CheckpointDamaged
@@ -26,6 +26,7 @@ class PartListings:
         chunk_parts: for each tensor, the number of the listing that has its chunks; None where
             nothing tells, as in formats 1 and 2.
         read: reads a listing.
+        are_at_hand: whether that takes no wait, because all of them are in memory.
     """
 
     def __init__(
@@ -34,11 +35,14 @@ class PartListings:
         names: Mapping[int, str],
         chunk_parts: Mapping[str, int | tuple[int, ...]] | None,
         read: Callable[[str], tuple[DataObject, ...]],
+        *,
+        are_at_hand: bool = False,
     ) -> None:
         self._index = index
         self._names = names
         self._chunk_parts = chunk_parts
         self._read = read
+        self._are_at_hand = are_at_hand
         self._lock = threading.Lock()
         self._added: set[int] = set()
 
@@ -99,12 +103,18 @@ class PartListings:
             missing = self._missing(numbers)
             if not missing:
                 return self._index
+            names = [self._names[number] for number in missing]
+            if self._are_at_hand:
+                self._add(missing, map(self._read, names))
+                return self._index
             with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-                listings = pool.map(lambda number: self._read(self._names[number]), missing)
-                for number, objects in zip(missing, listings, strict=True):
-                    self._index.add(objects)
-                    self._added.add(number)
+                self._add(missing, pool.map(self._read, names))
             return self._index
+
+    def _add(self, numbers: Sequence[int], listings: Iterable[tuple[DataObject, ...]]) -> None:
+        for number, objects in zip(numbers, listings, strict=True):
+            self._index.add(objects)
+            self._added.add(number)
 
     def _missing(self, numbers: Collection[int]) -> list[int]:
         missing = sorted(set(numbers) - self._added)

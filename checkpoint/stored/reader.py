@@ -207,7 +207,13 @@ class StoredCheckpoint:
         if self.manifest.find(CHUNKS) is not None:
             chunk_parts = decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS))
         index = CellIndex(self._tensors_as_stored, self._location(""))
-        return PartListings(index, self.manifest.part_names(), chunk_parts, self._read_part)
+        return PartListings(
+            index,
+            self.manifest.part_names(),
+            chunk_parts,
+            self._read_part,
+            are_at_hand=self.has_listings,
+        )
 
     @cached_property
     def _tensors_as_stored(self) -> Mapping[str, StoredTensor]:
