@@ -145,7 +145,8 @@ class Persistence:
 
             def read_box(key: str, box: Box) -> Bytes:
                 data = pieces.read(key, box)
-                stop.wait(self._rate_limiter.reserve(data.nbytes, time.monotonic()))
+                if wait_s := self._rate_limiter.reserve(data.nbytes, time.monotonic()):
+                    stop.wait(wait_s)
                 return data
 
             written = write_part(

@@ -243,17 +243,22 @@ class SnapshotMemory:
             shard = self._shard(snapshot, rank)
             return self._arena(snapshot, rank).range(shard.index_offset, shard.index_nbytes)
 
+    def shard(
+        self, snapshot: SnapshotId, rank: int
+    ) -> tuple[Mapping[str, tuple[Entry, ...]], Arena]:
+        """Return a sealed shard's entries by key, and its memory. Raises as `memory` does."""
+        with self._changed:
+            entries = self._read_index(snapshot, rank)
+            return entries, self._arenas[self._table.shards[snapshot, rank].buffer]
+
     def find_box(self, snapshot: SnapshotId, wanted: ShardBox) -> tuple[Entry, Arena]:
         """Return the entry that has all of a box, and its memory. Raises as `memory` does.
 
         Raises:
             ValueError: the box is not in the rank's shard.
         """
-        held = (snapshot, wanted.rank)
-        with self._changed:
-            entries = self._read_index(*held).get(wanted.key, ())
-            arena = self._arenas[self._table.shards[held].buffer]
-        for entry in entries:
+        entries_by_key, arena = self.shard(snapshot, wanted.rank)
+        for entry in entries_by_key.get(wanted.key, ()):
             if _contains(entry.box, wanted.box):
                 return entry, arena
         raise ValueError(
