@@ -73,7 +73,7 @@ class RestoreTraffic:
     """What a restore has moved, on all ranks together, in bytes.
 
     Attributes:
-        read_nbytes: read from storage, with checksums, but without the checkpoint's metadata.
+        read_nbytes: read from storage, with checksums and whole blocks, without the metadata.
         tensor_nbytes: elements of stored tensors that at least one rank wanted, each counted once.
         sent_nbytes: handed on from rank to rank.
     """
@@ -470,7 +470,7 @@ class _Participant:
                     end += round_up(nbytes, _ALIGNMENT)
                 read_boxes[-1].append(data)
                 requests.append(BoxRequest(unit.key, box, data.reshape(-1).data))
-        # Each byte is read by one rank: nobody would find it in the system's memory.
+        # No other rank reads the same bytes.
         self._source.read(requests, past_cache=True)
         for read, arrays in zip(reads, read_boxes, strict=True):
             by_box = dict(zip(read.boxes, zip(arrays, read.live, strict=True), strict=True))

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from keepstep.checkpoint.layout.boxes import Box, Entry
+from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.memory.arena import Arena, Bytes, box_bytes
+from keepstep.checkpoint.memory.arena import Bytes, box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import ShardBox
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
@@ -75,8 +75,6 @@ class ChunkPieces:
         self._pieces: dict[tuple[str, Box], Sequence[_Piece]] = {}
         self._batches: dict[tuple[str, Box], _Batch] = {}
         self._scratch = threading.local()
-        # The snapshot is pinned meanwhile: its shards stay where they are.
-        self._shards: dict[int, tuple[Mapping[str, tuple[Entry, ...]], Arena]] = {}
         batch = _Batch()
         for writer, chunks in zip(plan.own, plan.chunks.chunks, strict=True):
             for chunk in chunks:
@@ -123,13 +121,6 @@ class ChunkPieces:
         return memory[:nbytes].reshape(*box.shape, itemsize)
 
     def _local(self, piece: _Piece) -> Bytes:
-        shard = self._shards.get(piece.rank)
-        if shard is None:
-            shard = self._shards[piece.rank] = self._memory.shard(self._snapshot, piece.rank)
-        entries, arena = shard
-        for entry in entries.get(piece.key, ()):
-            if entry.box == piece.box:
-                return box_bytes(entry, arena.bytes, piece.box)
         wanted = ShardBox(piece.rank, piece.key, piece.box)
         entry, arena = self._memory.find_box(self._snapshot, wanted)
         return box_bytes(entry, arena.bytes, piece.box)

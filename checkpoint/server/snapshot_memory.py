@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
@@ -87,7 +87,7 @@ class SnapshotMemory:
         self._table = SnapshotTable()
         self._arenas: dict[int, Arena] = {}
         self._shards: dict[tuple[SnapshotId, int], _SealedShard] = {}
-        # The last index that was read of each rank, and its entries by key: most are alike.
+        # The boxes that were read last of each rank, and by key: those of the next are often alike.
         self._read: dict[int, tuple[DecodedIndex, Mapping[str, tuple[Entry, ...]]]] = {}
         # Lost nodes' shards that are to be rebuilt here, and the reason if one of them cannot be.
         self._awaited: dict[tuple[SnapshotId, int], str | None] = {}
@@ -123,6 +123,7 @@ class SnapshotMemory:
         with self._changed:
             if generation > self._table.generation:
                 self._awaited.clear()
+                self._read.clear()
                 self._changed.notify_all()
             self._update(lambda table: snapshot_table.open_generation(table, generation))
 
@@ -243,22 +244,17 @@ class SnapshotMemory:
             shard = self._shard(snapshot, rank)
             return self._arena(snapshot, rank).range(shard.index_offset, shard.index_nbytes)
 
-    def shard(
-        self, snapshot: SnapshotId, rank: int
-    ) -> tuple[Mapping[str, tuple[Entry, ...]], Arena]:
-        """Return a sealed shard's entries by key, and its memory. Raises as `memory` does."""
-        with self._changed:
-            entries = self._read_index(snapshot, rank)
-            return entries, self._arenas[self._table.shards[snapshot, rank].buffer]
-
     def find_box(self, snapshot: SnapshotId, wanted: ShardBox) -> tuple[Entry, Arena]:
         """Return the entry that has all of a box, and its memory. Raises as `memory` does.
 
         Raises:
             ValueError: the box is not in the rank's shard.
         """
-        entries_by_key, arena = self.shard(snapshot, wanted.rank)
-        for entry in entries_by_key.get(wanted.key, ()):
+        held = (snapshot, wanted.rank)
+        with self._changed:
+            entries = self._read_index(*held).get(wanted.key, ())
+            arena = self._arenas[self._table.shards[held].buffer]
+        for entry in entries:
             if _contains(entry.box, wanted.box):
                 return entry, arena
         raise ValueError(
@@ -435,7 +431,8 @@ class SnapshotMemory:
             decoded = read_index(encoded.view, rank, known)
             if known is None or decoded.index.entries is not known.index.entries:
                 entries = decoded.index.by_key
-            self._read[rank] = decoded, entries
+            boxes = replace(decoded, index=replace(decoded.index, documents={}))
+            self._read[rank] = boxes, entries
             shard.index, shard.entries = decoded.index, entries
         return shard.entries
 

@@ -44,10 +44,11 @@ class EncodedCells:
     sizes: tuple[int, ...]
 
 
-def plain_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
-    """Return the size of the cells of a chunk of this shape, with checksums, if not compressed."""
+def encoded_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
+    """Return the size of the encoded cells of a chunk of this shape; compressed ones at most."""
     counts = (ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True))
-    return math.prod(counts) * (tensor.cell_nbytes + CHECKSUM_NBYTES)
+    header_nbytes = 0 if tensor.compression is None else BLOSC_HEADER_NBYTES
+    return math.prod(counts) * (tensor.cell_nbytes + header_nbytes + CHECKSUM_NBYTES)
 
 
 def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes | None = None) -> EncodedCells:
@@ -56,11 +57,12 @@ def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes | None = None)
     Args:
         tensor: the chunk's tensor.
         values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
-        into: memory of `plain_nbytes` for cells that are not compressed; None: new memory.
+        into: memory of `encoded_nbytes` for the cells; None: new memory.
     """
     *shape, itemsize = values.shape
+    memory = np.empty(encoded_nbytes(tensor, shape), np.uint8) if into is None else into
     if tensor.compression is None and tuple(shape) == tensor.cell:
-        return _one_plain(values, into)
+        return _one_plain(values, memory)
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
     if shape != padded_shape:
@@ -73,14 +75,13 @@ def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes | None = None)
     split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
     in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
     if tensor.compression is None:
-        return _plain(tensor, counts, in_order, into)
-    return _compressed(tensor, counts, in_order)
+        return _plain(tensor, counts, in_order, memory)
+    return _compressed(tensor, counts, in_order, memory)
 
 
-def _one_plain(values: Bytes, into: Bytes | None) -> EncodedCells:
+def _one_plain(values: Bytes, encoded: Bytes) -> EncodedCells:
     """Encode a chunk of one whole cell, as those of all small tensors are."""
     nbytes = values.nbytes
-    encoded = np.empty(nbytes + CHECKSUM_NBYTES, np.uint8) if into is None else into
     content = encoded[:nbytes]
     content.reshape(values.shape)[...] = values
     checksum = crc32c.crc32c(content.data)
@@ -89,11 +90,10 @@ def _one_plain(values: Bytes, into: Bytes | None) -> EncodedCells:
 
 
 def _plain(
-    tensor: StoredTensor, counts: Sequence[int], in_order: Bytes, into: Bytes | None
+    tensor: StoredTensor, counts: Sequence[int], in_order: Bytes, memory: Bytes
 ) -> EncodedCells:
     nbytes, count = tensor.cell_nbytes, math.prod(counts)
     size = nbytes + CHECKSUM_NBYTES
-    memory = np.empty(count * size, np.uint8) if into is None else into
     encoded = memory.reshape(-1, size)
     itemsize = in_order.shape[-1]
     encoded[:, :nbytes].reshape(*counts, *tensor.cell, itemsize)[...] = in_order
@@ -102,10 +102,9 @@ def _plain(
     return EncodedCells(encoded.reshape(-1).data, checksums, (size,) * count)
 
 
-def _compressed(tensor: StoredTensor, counts: Sequence[int], in_order: Bytes) -> EncodedCells:
-    most_nbytes = tensor.cell_nbytes + BLOSC_HEADER_NBYTES + CHECKSUM_NBYTES
-    # Memory that nothing is written to is not taken.
-    encoded = np.empty(math.prod(counts) * most_nbytes, np.uint8)
+def _compressed(
+    tensor: StoredTensor, counts: Sequence[int], in_order: Bytes, encoded: Bytes
+) -> EncodedCells:
     checksums: list[int] = []
     sizes: list[int] = []
     end = 0

@@ -28,14 +28,15 @@ from keepstep.checkpoint.stored.chunking import (
 )
 from keepstep.checkpoint.stored.listings import ChunkObject, DataObject, Pack, decode_numbers
 from keepstep.checkpoint.stored.object_names import chunk_name
+from keepstep.checkpoint.stored.transfer_memory import BLOCK_NBYTES, LARGE_PAGE_NBYTES
 from keepstep.checkpoint.stored.zarr_metadata import (
     cells_per_chunk,
     shard_index,
     shard_index_nbytes,
 )
 
-# With the blocks that it begins and ends in, a read fits a large page.
-_RUN_NBYTES = 2 * 2**20 - 2 * 4096
+# With the rest of the blocks that it begins and ends in, a read fits a large page.
+_RUN_NBYTES = LARGE_PAGE_NBYTES - 2 * BLOCK_NBYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +25,21 @@ from keepstep.checkpoint.stored.cell_index import Span, runs
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.storage import Storage
 from keepstep.checkpoint.stored.transfer_memory import BLOCK_NBYTES, TransferMemory
-from keepstep.checkpoint.stored.urls import parse_url
 
 Bytes = npt.NDArray[np.uint8]
+
+Result = TypeVar("Result")
 
 PARALLEL_READS = 8
 """How many threads read; they mostly wait for storage, and many small tensors need many reads."""
 
-_PARALLEL_DIRECT_READS = 3
-"""How many do past the page cache: a device is busy with less, and each has a large page."""
+_PARALLEL_LARGE_READS = 3
+"""How many do if all reads are large and go past the page cache: each needs a large page."""
 
 _PREFETCHED_RUNS = 16
 
 _LARGE_READ_NBYTES = 2**20
-"""A read from here on is of whole blocks, where files are read past the page cache."""
+"""The size from which on a read may go past the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ class CellReads:
         directory: the directory that has them.
         tensors: its tensors by the keys that they are stored under.
         count: counts the bytes that are read.
-        past_cache: whether nobody else on this machine is going to read what this reads, so that
-            files need not be kept in the system's memory: large reads are then of whole blocks.
+        past_cache: read large pieces past the system's memory, where the storage does so: it costs
+            less, and who reads them after this finds nothing there.
     """
 
     def __init__(
@@ -112,9 +114,8 @@ class CellReads:
         self._directory = directory
         self._tensors = tensors
         self._count = count
-        is_in_files = parse_url(storage.url).local_path is not None
-        self._is_direct = past_cache and is_in_files
-        self._parallel_reads = _PARALLEL_DIRECT_READS if self._is_direct else PARALLEL_READS
+        # Until the file system refuses it.
+        self._is_past_cache = past_cache and storage.reads_past_cache
         self._buffers = _ReadBuffers()
 
     def read(self, targets_by_span: TargetsBySpan) -> None:
@@ -124,14 +125,13 @@ class CellReads:
             CheckpointDamaged: what is stored is not what was written. The memory is undefined then.
         """
         ordered = list(runs(targets_by_span))
-        with ThreadPoolExecutor(self._parallel_reads) as pool:
+        with ThreadPoolExecutor(self._threads_for(ordered)) as pool:
             futures = []
             for number, run in enumerate(ordered):
                 # A run is prefetched before the runs ahead of it have all been read, so that the
                 # device is never idle.
                 following = number + _PREFETCHED_RUNS
-                is_read_ahead = following < len(ordered) and not self._is_direct
-                ahead = ordered[following] if is_read_ahead else None
+                ahead = ordered[following] if following < len(ordered) else None
                 futures.append(pool.submit(self._fetch, run, targets_by_span, ahead))
             try:
                 for future in futures:
@@ -146,8 +146,9 @@ class CellReads:
         Raises:
             CheckpointDamaged: what is stored is not what was written.
         """
-        with ThreadPoolExecutor(self._parallel_reads) as pool:
-            futures = {pool.submit(self._fetch, run, {}, None): run for run in runs(spans)}
+        ordered = list(runs(spans))
+        with ThreadPoolExecutor(self._threads_for(ordered)) as pool:
+            futures = {pool.submit(self._fetch, run, {}, None): run for run in ordered}
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -162,8 +163,20 @@ class CellReads:
         Raises:
             CheckpointDamaged: there is no such object, or no object can have this offset.
         """
+        nbytes = self._of_object(
+            name, offset, lambda path: self._storage.read_into(path, buffers, offset)
+        )
+        self._count.add(nbytes)
+        return nbytes
+
+    def _of_object(self, name: str, offset: int, read: Callable[[str], Result]) -> Result:
+        """Return what `read` returns of an object's path.
+
+        Raises:
+            CheckpointDamaged: there is no such object, or no object can have this offset.
+        """
         try:
-            nbytes = self._storage.read_into(f"{self._directory}/{name}", buffers, offset)
+            return read(f"{self._directory}/{name}")
         except CheckpointMissing:
             raise CheckpointDamaged(
                 f"{self._location(name)} is missing; load an older step"
@@ -173,8 +186,49 @@ class CellReads:
                 f"{self._location(name)}: byte {offset} is beyond the end of any object; load an "
                 "older step"
             ) from None
-        self._count.add(nbytes)
-        return nbytes
+
+    def _goes_past_cache(self, run: Sequence[Span]) -> bool:
+        return self._is_past_cache and _nbytes(run) >= _LARGE_READ_NBYTES
+
+    def _threads_for(self, ordered: Sequence[Sequence[Span]]) -> int:
+        """Return how many threads read these runs: small reads wait for storage more often."""
+        others = sum(not self._goes_past_cache(run) for run in ordered)
+        return min(PARALLEL_READS, _PARALLEL_LARGE_READS + others)
+
+    def _read_run(self, run: Sequence[Span]) -> memoryview:
+        """Return the bytes of a run, as many as there are, until this thread reads the next one."""
+        name, first, nbytes = run[0].object_name, run[0].offset, _nbytes(run)
+        if self._goes_past_cache(run):
+            skipped = first % BLOCK_NBYTES
+            whole_nbytes = round_up(skipped + nbytes, BLOCK_NBYTES)
+            memory = self._memory_for(run, whole_nbytes)
+            count = self._of_object(
+                name,
+                first,
+                lambda path: self._storage.read_past_cache(path, memory, first - skipped),
+            )
+            if count is not None:
+                self._count.add(count)
+                return memory[skipped : min(count, skipped + nbytes)]
+            self._is_past_cache = False
+        memory = self._memory_for(run, nbytes)
+        return memory[: self.read_into(name, [memory], first)]
+
+    def _memory_for(self, run: Sequence[Span], nbytes: int) -> memoryview:
+        try:
+            return self._buffers.read.of_size(nbytes)[:nbytes].data
+        except (MemoryError, OverflowError, ValueError) as error:
+            # Metadata may claim cells of any size. That memory is short is no damage: nobody is to
+            # go on from an older step because of it, or to remove this one.
+            if isinstance(error, MemoryError) and self._holds(run[0], _nbytes(run)):
+                raise CheckpointError(
+                    f"{self._location(run[0].object_name)}: no memory for {nbytes} bytes of "
+                    f"{run[0].key}; free some, or raise the limit of this process"
+                ) from None
+            raise CheckpointDamaged(
+                f"{self._location(run[0].object_name)}: {nbytes} bytes of {run[0].key} cannot be "
+                "read at once; load an older step"
+            ) from None
 
     def _holds(self, span: Span, nbytes: int) -> bool:
         """Whether an object is as long as the metadata claims."""
@@ -198,37 +252,17 @@ class CellReads:
             targets_by_span: the requests that need them; spans without any are only verified.
             ahead: the spans to prefetch.
         """
-        if ahead is not None:
+        if ahead is not None and not self._goes_past_cache(ahead):
             name = f"{self._directory}/{ahead[0].object_name}"
-            self._storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
-        nbytes = sum(span.nbytes for span in run)
-        first = run[0].offset
-        block_nbytes = BLOCK_NBYTES if self._is_direct and nbytes >= _LARGE_READ_NBYTES else 1
-        skipped = first % block_nbytes
-        try:
-            whole_nbytes = round_up(skipped + nbytes, block_nbytes)
-            memory = self._buffers.read.of_size(whole_nbytes)[:whole_nbytes].data
-        except (MemoryError, OverflowError, ValueError, OSError) as error:
-            # Metadata may claim cells of any size. That memory is short is no damage: nobody is to
-            # go on from an older step because of it, or to remove this one.
-            if isinstance(error, MemoryError | OSError) and self._holds(run[0], nbytes):
-                raise CheckpointError(
-                    f"{self._location(run[0].object_name)}: no memory for {nbytes} bytes of "
-                    f"{run[0].key}; free some, or raise the limit of this process"
-                ) from None
-            raise CheckpointDamaged(
-                f"{self._location(run[0].object_name)}: {nbytes} bytes of {run[0].key} cannot be "
-                "read at once; load an older step"
-            ) from None
-        count = self.read_into(run[0].object_name, [memory], first - skipped) - skipped
-        data = memory[skipped:]
+            self._storage.prefetch(name, ahead[0].offset, _nbytes(ahead))
+        data = self._read_run(run)
         end = 0
         for span in run:
             piece = data[end : end + span.nbytes]
             end += span.nbytes
-            if count < end:
+            if data.nbytes < end:
                 raise CheckpointDamaged(
-                    f"{self._location(span.object_name)} ends at byte {first + count}, "
+                    f"{self._location(span.object_name)} ends before byte {run[0].offset + end}, "
                     f"within the data of {span.key}; load an older step"
                 )
             if not span.is_intact(piece):
@@ -277,3 +311,7 @@ class CellReads:
 
     def _location(self, name: str) -> str:
         return f"{self._storage.url}/{self._directory}/{name}"
+
+
+def _nbytes(run: Sequence[Span]) -> int:
+    return sum(span.nbytes for span in run)

@@ -7,9 +7,8 @@ commits of the file system's journal.
 
 Large files are written past the page cache (`O_DIRECT`). Unaligned data is copied for that, as the
 page cache would do; but nothing is left for the kernel to write back later, and the file does not
-displace the job's memory with pages that it will not read. A reader whose bytes nobody else reads
-has them read so, too. Where the file system does not support it, the page cache is used, and
-flushed at once after a write.
+displace the job's memory with pages that it will not read. Readers may ask for the same. Where the
+file system does not support it, the page cache is used, and flushed at once after a write.
 """
 
 from __future__ import annotations
@@ -76,12 +75,7 @@ class FileStorage:
             return file.readall()
 
     def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
-        """See `Storage.read_into`. Large reads of whole blocks go past the page cache."""
-        if len(buffers) == 1 and _is_in_blocks(buffers[0], offset):
-            with self._translate_errors(f"read {name}"):
-                count = _read_direct(self.root / name, buffers[0], offset)
-            if count is not None:
-                return count
+        """See `Storage.read_into`."""
         remaining = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
         with self._translate_errors(f"read {name}"), _open_file(self.root / name) as file:
@@ -94,6 +88,20 @@ class FileStorage:
                 total += count
                 _advance(remaining, count)
         return total
+
+    @property
+    def reads_past_cache(self) -> bool:
+        """See `Storage.reads_past_cache`."""
+        return bool(_O_DIRECT)
+
+    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
+        """See `Storage.read_past_cache`."""
+        with self._translate_errors(f"read {name}"):
+            total = _read_direct(self.root / name, buffer, offset)
+        if total is None or total == buffer.nbytes:
+            return total
+        # At the file's end, or a part of a block was read: such a rest cannot be read directly.
+        return total + self.read_into(name, [buffer[total:]], offset + total)
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         """See `Storage.prefetch`.
@@ -290,24 +298,14 @@ def _has_content(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
     return True
 
 
-def _is_in_blocks(buffer: memoryview, offset: int) -> bool:
-    """Return whether a read is large, and of whole blocks into aligned memory."""
-    if buffer.nbytes < _LARGE_NBYTES or buffer.nbytes % BLOCK_NBYTES or offset % BLOCK_NBYTES:
-        return False
-    return bool(np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK_NBYTES == 0)
-
-
 def _read_direct(path: Path, buffer: memoryview, offset: int) -> int | None:
-    """Read a file past the page cache; return how many bytes there were.
+    """Read whole blocks of a file past the page cache; return how many bytes came.
 
     Return None if the file system does not support it.
     """
-    if not _O_DIRECT:
-        return None
     total = 0
     try:
         with _open_file(path, _O_DIRECT) as file:
-            # Only at the file's end is a part of a block read.
             while total < buffer.nbytes and total % BLOCK_NBYTES == 0:
                 count = os.preadv(file.fileno(), [buffer[total:]], offset + total)
                 if count == 0:

@@ -46,7 +46,7 @@ from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import noted_newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import encode
-from keepstep.checkpoint.stored.strict_json import to_strict_json
+from keepstep.checkpoint.stored.strict_json import encode_strict
 from keepstep.checkpoint.stored.writer import commit, contents, manifest_of
 from keepstep.checkpoint.stored.zarr_metadata import array_metadata, required_features
 
@@ -377,7 +377,7 @@ def _chunk_parts(
 
 
 def _strict_documents(source: StoredCheckpoint) -> bytes:
-    return encode(to_strict_json(dict(source.documents)))
+    return encode_strict(dict(source.documents))
 
 
 def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> None:
@@ -444,7 +444,7 @@ def differing_documents(first: Mapping[str, Json], second: Mapping[str, Json]) -
     def text(documents: Mapping[str, Json], name: str) -> bytes:
         # As JSON: NaN, the loss of a diverged run, does not equal itself. A document without
         # content says what its absence says.
-        return encode(to_strict_json(documents.get(name) or None))
+        return encode_strict(documents.get(name) or None)
 
     names = sorted((first.keys() | second.keys()) - OF_ONE_SAVE)
     return tuple(name for name in names if text(first, name) != text(second, name))

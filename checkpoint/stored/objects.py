@@ -89,6 +89,15 @@ class ObjectStorage:
             start += piece.nbytes
         return data.nbytes
 
+    @property
+    def reads_past_cache(self) -> bool:
+        """See `Storage.reads_past_cache`: there is no cache."""
+        return False
+
+    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
+        """See `Storage.read_past_cache`."""
+        return None
+
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         """See `Storage.prefetch`: does nothing, because readers send parallel requests anyway."""
 

@@ -26,7 +26,7 @@ class PartListings:
         chunk_parts: for each tensor, the number of the listing that has its chunks; None where
             nothing tells, as in formats 1 and 2.
         read: reads a listing.
-        are_at_hand: whether that takes no wait, because all of them are in memory.
+        is_held: whether it is in memory, so that reading it takes no thread of its own.
     """
 
     def __init__(
@@ -35,14 +35,13 @@ class PartListings:
         names: Mapping[int, str],
         chunk_parts: Mapping[str, int | tuple[int, ...]] | None,
         read: Callable[[str], tuple[DataObject, ...]],
-        *,
-        are_at_hand: bool = False,
+        is_held: Callable[[str], bool],
     ) -> None:
         self._index = index
         self._names = names
         self._chunk_parts = chunk_parts
         self._read = read
-        self._are_at_hand = are_at_hand
+        self._is_held = is_held
         self._lock = threading.Lock()
         self._added: set[int] = set()
 
@@ -104,7 +103,7 @@ class PartListings:
             if not missing:
                 return self._index
             names = [self._names[number] for number in missing]
-            if self._are_at_hand:
+            if all(map(self._is_held, names)):
                 self._add(missing, map(self._read, names))
                 return self._index
             with ThreadPoolExecutor(_PARALLEL_READS) as pool:

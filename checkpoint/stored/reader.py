@@ -212,7 +212,7 @@ class StoredCheckpoint:
             self.manifest.part_names(),
             chunk_parts,
             self._read_part,
-            are_at_hand=self.has_listings,
+            lambda name: name in self._held,
         )
 
     @cached_property
@@ -232,7 +232,11 @@ class StoredCheckpoint:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of tensors, with their checksums, that this object has read from storage."""
+        """Bytes that this object has read from storage for tensors.
+
+        These are theirs, with checksums, and what else is in the blocks that large reads begin and
+        end in.
+        """
         return self._read_count.nbytes
 
     def location(self, chunk: Chunk) -> tuple[str, int]:
@@ -253,7 +257,7 @@ class StoredCheckpoint:
 
         Args:
             requests: what to read.
-            past_cache: whether nobody else on this machine is going to read the same.
+            past_cache: leave nothing of large reads in the system's memory.
         """
         wanted: dict[tuple[str, tuple[int, ...]], tuple[Chunk, dict[Cell, list[Target]]]] = {}
         for request in requests:

@@ -49,6 +49,24 @@ class Storage(Protocol):
         """
         ...
 
+    @property
+    def reads_past_cache(self) -> bool:
+        """Whether `read_past_cache` may read anything."""
+        ...
+
+    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
+        """Fill a buffer as `read_into` does, and leave nothing in the system's memory.
+
+        Args:
+            name: the object.
+            buffer: whole blocks of `BLOCK_NBYTES`, in memory aligned to them (`TransferMemory`).
+            offset: a multiple of them.
+
+        Returns:
+            As `read_into`; None if this storage does not do so.
+        """
+        ...
+
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         """Start to read bytes that a caller is going to need soon; never fails."""
         ...

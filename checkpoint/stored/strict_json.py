@@ -32,8 +32,9 @@ def to_strict_json(value: Json) -> Json:
 
 
 def encode_strict(value: Json) -> bytes:
-    """Return what `to_strict_json` returns as it is stored, without a look at each value if not one
-    of them has another form there.
+    """Return what `to_strict_json` returns, encoded.
+
+    Most values are stored as they are; the encoder finds that out sooner than a look at each.
     """
     with suppress(TypeError, ValueError):
         encoded = encode(value)

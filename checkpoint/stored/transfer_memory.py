@@ -7,6 +7,7 @@ one. It is used again, because new memory is mapped and cleared page by page.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 from collections.abc import Iterator
@@ -24,11 +25,13 @@ BLOCK_NBYTES = mmap.PAGESIZE
 
 LARGE_PAGE_NBYTES = 2 * 2**20
 
-_MAX_UNUSED_NBYTES = 64 * 2**20
-
 
 def allocate(nbytes: int) -> Bytes:
-    """Return aligned memory of at least this size; from about a large page on, in large pages."""
+    """Return aligned memory of at least this size; more than half a large page in large pages.
+
+    Raises:
+        MemoryError, OverflowError: there is none.
+    """
     if nbytes <= LARGE_PAGE_NBYTES // 2:
         return np.frombuffer(_map(round_up(max(1, nbytes), BLOCK_NBYTES)), np.uint8)
     size = round_up(nbytes, LARGE_PAGE_NBYTES)
@@ -42,8 +45,13 @@ def allocate(nbytes: int) -> Bytes:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    # Shared memory, which is Python's default, has large pages only if the system was told so.
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        # Shared memory, Python's default, has large pages only if the system is set up for it.
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"no memory for {nbytes} bytes") from error
+        raise
 
 
 class TransferMemory:
@@ -55,8 +63,7 @@ class TransferMemory:
     def of_size(self, nbytes: int) -> Bytes:
         """Return the memory, of this size at least; the next call returns it too.
 
-        Raises:
-            MemoryError, OverflowError, ValueError, OSError: there is none.
+        Raises as `allocate` does.
         """
         if self._memory.nbytes < nbytes:
             self._memory = allocate(nbytes)
@@ -64,7 +71,7 @@ class TransferMemory:
 
 
 class TransferPool:
-    """Memory of several threads. Thread-safe; keeps `_MAX_UNUSED_NBYTES` of unused memory."""
+    """Memory of several threads. Thread-safe. It has as many pieces as were in use at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,12 +79,16 @@ class TransferPool:
 
     @contextmanager
     def taken(self, nbytes: int) -> Iterator[Bytes]:
-        """Yield memory of this size."""
+        """Yield memory of this size. Raises as `allocate` does."""
+        memory = None
         with self._lock:
-            large_enough = [memory for memory in self._unused if memory.nbytes >= nbytes]
-            memory = min(large_enough, key=lambda memory: memory.nbytes, default=None)
-            if memory is not None:
-                self._unused = [other for other in self._unused if other is not memory]
+            self._unused.sort(key=lambda unused: unused.nbytes)
+            fitting = [n for n, unused in enumerate(self._unused) if unused.nbytes >= nbytes]
+            if fitting:
+                memory = self._unused.pop(fitting[0])
+            elif self._unused:
+                # All are too small: a new one takes the place of the largest.
+                self._unused.pop()
         if memory is None:
             memory = allocate(nbytes)
         try:
@@ -85,6 +96,10 @@ class TransferPool:
         finally:
             with self._lock:
                 self._unused.append(memory)
-                while sum(unused.nbytes for unused in self._unused) > _MAX_UNUSED_NBYTES:
-                    # The oldest: what follows is of the sizes that were used last.
-                    del self._unused[0]
+
+    def trim(self, nbytes: int) -> None:
+        """Free unused memory, the smallest first, until so many bytes are left at most."""
+        with self._lock:
+            self._unused.sort(key=lambda memory: memory.nbytes)
+            while sum(memory.nbytes for memory in self._unused) > nbytes:
+                del self._unused[0]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import crc32c
 import numpy as np
@@ -25,7 +25,7 @@ from keepstep.checkpoint.stored.cell_codec import (
     Bytes,
     EncodedCells,
     encode_cells,
-    plain_nbytes,
+    encoded_nbytes,
 )
 from keepstep.checkpoint.stored.chunking import (
     PACK_NBYTES,
@@ -77,6 +77,9 @@ from keepstep.checkpoint.stored.zarr_metadata import (
 # Each writing thread holds one encoded pack or chunk in memory.
 PARALLEL_WRITES = 4
 
+_KEPT_NBYTES = 32 * 2**20
+"""Memory that is kept for the next part, at most."""
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Stored = TypeVar("_Stored", bound=DataObject)
@@ -119,7 +122,7 @@ def write_part(
         name: number of the listing, unique among the writers of this attempt.
         stop: called before every chunk; True ends the attempt.
         threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
-        memory: what objects are encoded into; None: new memory.
+        memory: what objects are encoded into, if parts are written one after the other.
 
     Raises:
         CheckpointExists: this step of this generation is committed.
@@ -132,10 +135,7 @@ def write_part(
 
     def write(job: _Job) -> DataObject:
         chunks = [job] if isinstance(job, Chunk) else job.chunks
-        if any(plan.tensors[chunk.key].compression is not None for chunk in chunks):
-            assert isinstance(job, Chunk), "what lies in packs is not compressed"
-            return store(*_chunk_object(plan, job, encoded(job)))
-        sizes = [plain_nbytes(plan.tensors[chunk.key], chunk.box.shape) for chunk in chunks]
+        sizes = [encoded_nbytes(plan.tensors[chunk.key], chunk.box.shape) for chunk in chunks]
         with pool.taken(sum(sizes)) as taken:
             if isinstance(job, Chunk):
                 return store(*_chunk_object(plan, job, encoded(job, taken)))
@@ -149,7 +149,7 @@ def write_part(
             storage.write(target, pieces)
         return item
 
-    def encoded(chunk: Chunk, into: Bytes | None = None) -> EncodedCells:
+    def encoded(chunk: Chunk, into: Bytes) -> EncodedCells:
         if stop():
             raise CheckpointError(
                 f"step {attempt.stored.step}: it was not stored, because this attempt was given "
@@ -159,7 +159,10 @@ def write_part(
 
     jobs = list(write_jobs(plan, writers, name))
     first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
-    written = _map_parallel(write, jobs, threads)
+    try:
+        written = _map_parallel(write, jobs, threads)
+    finally:
+        pool.trim(_KEPT_NBYTES)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
     documents = {
@@ -391,12 +394,8 @@ class PackJob:
 
 
 _Job = Chunk | PackJob
-
-
-class _Encode(Protocol):
-    """Encodes the cells of a chunk, into memory of their size if it is given."""
-
-    def __call__(self, chunk: Chunk, into: Bytes | None = None) -> EncodedCells: ...
+_Encode = Callable[[Chunk, Bytes], EncodedCells]
+"""Encodes the cells of a chunk into memory of their size."""
 
 
 def write_jobs(plan: ChunkPlan, writers: Sequence[int], name: int) -> Iterator[Chunk | PackJob]:

@@ -7,7 +7,8 @@ and commits as the leader does. Windows of steps of each kind alternate, so that
 machine affects all alike; `step_s` are medians, `step_ratio` those of the ratios to the window
 without snapshots of the same round, and `step_ratio_quartiles` their quartiles. `cpu_ratio` is the
 same of the processor seconds of all workers, servers and this process. `protected` is `lazy` with
-parity for the other node; here the same two cores train and do the exchange of both nodes.
+parity for the other node; here the same two cores train and do the exchange of both nodes, of which
+`transfer` is what TCP alone takes for the same bytes (`loopback_transfer.py`), without any parity.
 `sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of all state
 on an otherwise idle machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups
 of 4.
@@ -20,6 +21,7 @@ import json
 import os
 import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -65,6 +67,10 @@ def main(as_json: bool, quick: bool) -> None:
     result = asyncio.run(
         measure(rounds=2 if quick else 4, steps=3 if quick else 5, console=console)
     )
+    cpu_s = transfer_cpu_s(result["state_bytes_per_node"])
+    result["transfer"] = {
+        "cpu_s": cpu_s, "cpu_ratio": round(1 + cpu_s / result["cpu_s"]["none"], 4)
+    }  # fmt: skip
     result |= kernels(2**26 if quick else 2**28)
     console.print(result)
     print(json.dumps(result))
@@ -254,6 +260,13 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
         "memory_ratio": round(memory_nbytes / (2 * 2 * state_nbytes + 64 * 2**20), 4),
         "memory_bytes_per_state_byte": round(memory_nbytes / state_nbytes, 3),
     }
+
+
+def transfer_cpu_s(nbytes: int) -> float:
+    """Return the processor seconds in which TCP alone moves so many bytes of each node."""
+    command = [sys.executable, str(ROOT / "ops" / "bench" / "loopback_transfer.py"), str(nbytes)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(output.splitlines()[-1])["cpu_s"])
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from werkzeug.serving import WSGIRequestHandler
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
 from keepstep.checkpoint.shared_restore import RestoreTraffic
+from keepstep.checkpoint.stored import files
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.ranks import run_ranks
@@ -50,6 +51,7 @@ class CountedReads:
         self.nbytes = 0
         self._lock = threading.Lock()
         self._read_into = FileStorage.read_into
+        self._read_direct = files._read_direct
 
     def __enter__(self) -> CountedReads:
         counts = self
@@ -58,16 +60,26 @@ class CountedReads:
             storage: FileStorage, name: str, buffers: Sequence[memoryview], offset: int = 0
         ) -> int:
             count = counts._read_into(storage, name, buffers, offset)
-            if DATA.search(name):
-                with counts._lock:
-                    counts.nbytes += count
+            counts.add(name, count)
+            return count
+
+        def read_direct(path: Path, buffer: memoryview, offset: int) -> int | None:
+            count = counts._read_direct(path, buffer, offset)
+            counts.add(str(path), count or 0)
             return count
 
         FileStorage.read_into = read_into  # type: ignore[method-assign]
+        files._read_direct = read_direct
         return self
 
     def __exit__(self, *_: object) -> None:
         FileStorage.read_into = self._read_into  # type: ignore[method-assign]
+        files._read_direct = self._read_direct
+
+    def add(self, name: str, nbytes: int) -> None:
+        if DATA.search(name):
+            with self._lock:
+                self.nbytes += nbytes
 
 
 class Loads(logging.Handler):

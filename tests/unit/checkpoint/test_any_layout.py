@@ -64,6 +64,13 @@ class DictStorage:
         return start
 
     @property
+    def reads_past_cache(self) -> bool:
+        return False
+
+    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
+        return None
+
+    @property
     def supports_links(self) -> bool:
         return False
 

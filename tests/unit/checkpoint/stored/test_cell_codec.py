@@ -8,7 +8,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from keepstep.checkpoint.stored.cell_codec import encode_cells, plain_nbytes
+from keepstep.checkpoint.stored.cell_codec import encode_cells, encoded_nbytes
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
 
@@ -43,7 +43,7 @@ def test_each_cell_is_padded_and_followed_by_its_checksum(
     ]
     checksums = [crc32c.crc32c(content) for content in cells]
 
-    memory = np.full(plain_nbytes(tensor, shape), 0xFF, np.uint8)
+    memory = np.full(encoded_nbytes(tensor, shape), 0xFF, np.uint8)
     for into in (None, memory):
         encoded = encode_cells(tensor, values, into)
 

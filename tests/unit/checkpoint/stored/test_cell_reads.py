@@ -12,6 +12,7 @@ import pytest
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.stored import cell_reads
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -38,34 +39,60 @@ def source(tmp_path: Path) -> StoredCheckpoint:
 
 
 class Recorded:
-    """A storage that records at which offset and of which size reads are."""
+    """A storage that records how large the reads are that go past the cache and by way of it."""
 
-    def __init__(self, storage: Any) -> None:
+    def __init__(self, storage: Any, *, refuses: bool = False) -> None:
         self.storage = storage
-        self.reads: list[tuple[int, int]] = []
+        self.refuses = refuses
+        self.past_cache: list[int] = []
+        self.cached: list[int] = []
+        self.prefetched: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.storage, name)
 
+    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
+        assert offset % BLOCK_NBYTES == buffer.nbytes % BLOCK_NBYTES == 0
+        assert np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK_NBYTES == 0
+        if self.refuses:
+            return None
+        self.past_cache.append(buffer.nbytes)
+        # The same bytes, also where the file system of the tests refuses.
+        return int(self.storage.read_into(name, [buffer], offset))
+
     def read_into(self, name: str, buffers: Any, offset: int = 0) -> int:
-        self.reads.append((offset, sum(buffer.nbytes for buffer in buffers)))
+        self.cached.append(sum(buffer.nbytes for buffer in buffers))
         return int(self.storage.read_into(name, buffers, offset))
 
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        self.prefetched.append(nbytes)
 
-@pytest.mark.parametrize("past_cache", [False, True])
+
 @pytest.mark.parametrize("box", [Box.whole(SHAPE), Box((700, 3), (600, 900))])
+@pytest.mark.parametrize(("past_cache", "refuses"), [(False, False), (True, False), (True, True)])
 def test_boxes_are_the_same_past_the_page_cache(
-    source: StoredCheckpoint, box: Box, past_cache: bool
+    source: StoredCheckpoint, box: Box, past_cache: bool, refuses: bool
 ) -> None:
-    recorded = Recorded(source.storage)
+    recorded = Recorded(source.storage, refuses=refuses)
     into = np.zeros((*box.shape, 4), np.uint8)
     request = BoxRequest("w", box, into.reshape(-1).data)
     replace(source, storage=recorded).read([request], past_cache=past_cache)
     assert np.array_equal(into, VALUES[box.slices])
-    large = [read for read in recorded.reads if read[1] >= 2**20]
-    assert large
-    in_blocks = [read for read in large if read[0] % BLOCK_NBYTES == read[1] % BLOCK_NBYTES == 0]
-    assert len(in_blocks) == (len(large) if past_cache else 0)
+    goes_past = past_cache and not refuses
+    assert any(nbytes >= 2**20 for nbytes in recorded.past_cache) == goes_past
+    assert any(nbytes >= 2**20 for nbytes in recorded.cached) != goes_past
+
+
+def test_what_goes_past_the_cache_is_not_prefetched_into_it(
+    source: StoredCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_reads, "_PREFETCHED_RUNS", 1)
+    for past_cache in (True, False):
+        recorded = Recorded(source.storage)
+        into = np.zeros((*SHAPE, 4), np.uint8)
+        request = BoxRequest("w", Box.whole(SHAPE), into.reshape(-1).data)
+        replace(source, storage=recorded).read([request], past_cache=past_cache)
+        assert any(nbytes >= 2**20 for nbytes in recorded.prefetched) != past_cache
 
 
 def _chunks(source: StoredCheckpoint) -> list[Path]:
@@ -78,8 +105,12 @@ def test_changed_and_cut_files_are_found_past_the_page_cache(source: StoredCheck
     request = BoxRequest("w", Box.whole(SHAPE), into.reshape(-1).data)
     path = _chunks(source)[0]
     intact = path.read_bytes()
-    path.write_bytes(intact[: 2**20])
-    with pytest.raises(CheckpointDamaged, match=f"ends at byte {2**20}"):
+    for nbytes in (2**20, 1, 0):
+        path.write_bytes(intact[:nbytes])
+        with pytest.raises(CheckpointDamaged, match="ends before byte"):
+            source.read([request], past_cache=True)
+    path.write_bytes(intact[: 2**21 + 2**19])
+    with pytest.raises(CheckpointDamaged, match="ends before byte"):
         source.read([request], past_cache=True)
     path.write_bytes(intact[:5000] + bytes([intact[5000] ^ 1]) + intact[5001:])
     with pytest.raises(CheckpointDamaged, match="does not match its checksum"):

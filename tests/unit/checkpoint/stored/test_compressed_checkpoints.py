@@ -260,7 +260,7 @@ def moved(before: list[int]) -> list[int]:
         (sizes(lambda before: [2**32 - 1, *before[1:]]), "sizes that its cells cannot have"),
         (sizes(lambda before: [2048 + 21, *before[1:]]), "sizes that its cells cannot have"),
         (sizes(moved), "does not match its checksum"),
-        (sizes(lambda before: [*before[:-1], before[-1] + 1]), "ends at byte"),
+        (sizes(lambda before: [*before[:-1], before[-1] + 1]), "ends before byte"),
         (lambda listing: [[*item[:3], text([])] for item in listing], "sizes that its cells"),
         (lambda listing: [item[:3] for item in listing], "sizes that its cells cannot have"),
         (lambda listing: [[*item[:3], "AAA="] for item in listing], "is not a listing"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
+from keepstep.checkpoint.errors import CheckpointError, CheckpointMissing
 from keepstep.checkpoint.stored import files
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.transfer_memory import allocate
@@ -76,50 +76,46 @@ def test_pieces_of_any_size_and_alignment_are_written_in_order(
 
 @pytest.mark.parametrize("size", [0, 5, BLOCK, 2**20, 2**21 + 5])
 @pytest.mark.parametrize("offset", [0, BLOCK, 2**20])
+@pytest.mark.parametrize("most", [2**30, BLOCK, 512])
 def test_whole_blocks_are_read_past_the_page_cache_up_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, offset: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, offset: int, most: int
 ) -> None:
+    """Also if the system reads less at a time, and parts of blocks."""
     content = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
     (tmp_path / "file").write_bytes(content)
-    storage = FileStorage(str(tmp_path), tmp_path)
-    expected = content[offset : offset + 2**20]
-    direct = []
-    read_direct = files._read_direct
+    preadv = os.preadv
 
-    def note(path: Path, buffer: memoryview, offset: int) -> int | None:
-        direct.append(offset)
-        return read_direct(path, buffer, offset)
+    def read_less(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        return preadv(descriptor, [buffers[0][:most]], at)
 
-    monkeypatch.setattr(files, "_read_direct", note)
-    memory = allocate(2**20)[: 2**20].data
     # As above: the flag stands for a file system with direct reads.
-    for flag in (os.O_NOFOLLOW, 0):
-        monkeypatch.setattr(files, "_O_DIRECT", flag)
-        memory[:] = bytes(2**20)
-        assert storage.read_into("file", [memory], offset) == len(expected)
-        assert bytes(memory[: len(expected)]) == expected
-    assert direct == [offset, offset]
+    monkeypatch.setattr(files, "_O_DIRECT", os.O_NOFOLLOW)
+    monkeypatch.setattr(files.os, "preadv", read_less)
+    memory = allocate(2**20)[: 2**20].data
+    count = FileStorage(str(tmp_path), tmp_path).read_past_cache("file", memory, offset)
+    expected = content[offset : offset + 2**20]
+    assert count == len(expected)
+    assert bytes(memory[:count]) == expected
 
 
-@pytest.mark.parametrize(("skipped", "nbytes"), [(0, BLOCK), (1, 2**20), (0, 2**20 + 1)])
-def test_small_reads_and_parts_of_blocks_go_by_way_of_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skipped: int, nbytes: int
+@pytest.mark.parametrize("refusing", ["open", "preadv"])
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_may_refuse_to_read_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing: str, reason: int
 ) -> None:
-    monkeypatch.delattr(files, "_read_direct")
-    (tmp_path / "file").write_bytes(bytes(range(256)) * 2**14)
-    memory = allocate(2**20 + BLOCK)[skipped : skipped + nbytes].data
-    assert FileStorage(str(tmp_path), tmp_path).read_into("file", [memory], 0) == nbytes
-    assert memory[255] == 255
+    def refuse(*_: object) -> int:
+        raise OSError(reason, os.strerror(reason))
+
+    (tmp_path / "file").write_bytes(bytes(2**20))
+    memory = allocate(2**20)[: 2**20].data
+    monkeypatch.setattr(files.os, refusing, refuse)
+    assert FileStorage(str(tmp_path), tmp_path).read_past_cache("file", memory, 0) is None
 
 
-def test_what_cannot_be_read_past_the_page_cache_is_an_error_of_its_own(tmp_path: Path) -> None:
-    storage = FileStorage(str(tmp_path), tmp_path)
+def test_a_missing_file_is_missing_past_the_page_cache_too(tmp_path: Path) -> None:
     memory = allocate(2**20)[: 2**20].data
     with pytest.raises(CheckpointMissing):
-        storage.read_into("nothing", [memory])
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointDamaged, match="not a regular file"):
-        storage.read_into("pipe", [memory])
+        FileStorage(str(tmp_path), tmp_path).read_past_cache("nothing", memory, 0)
 
 
 def test_directory_that_this_user_may_not_open_is_not_flushed_and_a_file_is_no_such_directory(

@@ -41,4 +41,4 @@ def same(first: Any, second: Any) -> bool:
 def test_every_value_comes_back_from_strict_json(value: Any) -> None:
     stored = json.loads(encode(to_strict_json(value)), parse_constant=refuse)
     assert same(from_strict_json(stored), value)
-    assert json.loads(encode_strict(value), parse_constant=refuse) == stored
+    assert encode_strict(value) == encode(to_strict_json(value))

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from keepstep.checkpoint.stored import transfer_memory
+from keepstep.checkpoint.stored.chunking import PACK_NBYTES
 from keepstep.checkpoint.stored.transfer_memory import (
     BLOCK_NBYTES,
     LARGE_PAGE_NBYTES,
@@ -46,13 +46,33 @@ def test_a_pool_gives_one_piece_of_memory_to_one_at_a_time_and_uses_it_again() -
         assert again.ctypes.data in addresses
 
 
-def test_a_pool_keeps_no_more_unused_memory_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_memory, "_MAX_UNUSED_NBYTES", 3 * BLOCK_NBYTES)
+def test_a_pool_has_no_more_pieces_than_were_in_use_at_a_time() -> None:
+    pool = TransferPool()
+    for nbytes in (100, 5 * BLOCK_NBYTES, 3 * BLOCK_NBYTES, 9 * BLOCK_NBYTES):
+        with pool.taken(nbytes) as memory:
+            assert memory.nbytes == nbytes
+    assert [unused.nbytes for unused in pool._unused] == [9 * BLOCK_NBYTES]
+
+
+def test_memory_of_a_whole_pack_is_used_again() -> None:
+    pool = TransferPool()
+    with pool.taken(PACK_NBYTES + 4) as first:
+        address = first.ctypes.data
+    with pool.taken(PACK_NBYTES + 4) as second:
+        assert second.ctypes.data == address
+
+
+def test_trimming_frees_the_smallest_first() -> None:
     pool = TransferPool()
     with ExitStack() as all_taken:
-        for _ in range(5):
-            all_taken.enter_context(pool.taken(BLOCK_NBYTES))
-    assert len(pool._unused) == 3
-    with pool.taken(4 * BLOCK_NBYTES):
-        pass
+        for blocks in (3, 1, 2):
+            all_taken.enter_context(pool.taken(blocks * BLOCK_NBYTES))
+    pool.trim(5 * BLOCK_NBYTES)
+    assert [unused.nbytes // BLOCK_NBYTES for unused in pool._unused] == [2, 3]
+    pool.trim(0)
     assert pool._unused == []
+
+
+def test_lack_of_memory_is_told_as_such() -> None:
+    with pytest.raises(MemoryError):
+        allocate(2**46)
