@@ -73,7 +73,8 @@ class RestoreTraffic:
     """What a restore has moved, on all ranks together, in bytes.
 
     Attributes:
-        read_nbytes: read from storage, with checksums and whole blocks, without the metadata.
+        read_nbytes: read from storage, with checksums and the rest of the blocks that large reads
+            begin and end in, but without the checkpoint's metadata.
         tensor_nbytes: elements of stored tensors that at least one rank wanted, each counted once.
         sent_nbytes: handed on from rank to rank.
     """

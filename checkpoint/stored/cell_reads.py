@@ -68,12 +68,18 @@ TargetsBySpan = Mapping[Span, Sequence[Sequence[Target]]]
 """For each cell of a span, the requests that overlap it."""
 
 
-class ReadCount:
-    """Counts bytes that threads read."""
+class ReadRecord:
+    """What the reads of one checkpoint have found. Thread-safe.
+
+    Attributes:
+        nbytes: the bytes that were read.
+        may_go_past_cache: whether the file system has not refused yet to read past the cache.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.nbytes = 0
+        self.may_go_past_cache = True
 
     def add(self, nbytes: int) -> None:
         """Count bytes that were read."""
@@ -96,7 +102,7 @@ class CellReads:
         storage: what has its objects.
         directory: the directory that has them.
         tensors: its tensors by the keys that they are stored under.
-        count: counts the bytes that are read.
+        record: what reads have found so far.
         past_cache: read large pieces past the system's memory, where the storage does so: it costs
             less, and who reads them after this finds nothing there.
     """
@@ -106,15 +112,14 @@ class CellReads:
         storage: Storage,
         directory: str,
         tensors: Mapping[str, StoredTensor],
-        count: ReadCount,
+        record: ReadRecord,
         *,
         past_cache: bool = False,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._tensors = tensors
-        self._count = count
-        # Until the file system refuses it.
+        self._record = record
         self._is_past_cache = past_cache and storage.reads_past_cache
         self._buffers = _ReadBuffers()
 
@@ -166,7 +171,7 @@ class CellReads:
         nbytes = self._of_object(
             name, offset, lambda path: self._storage.read_into(path, buffers, offset)
         )
-        self._count.add(nbytes)
+        self._record.add(nbytes)
         return nbytes
 
     def _of_object(self, name: str, offset: int, read: Callable[[str], Result]) -> Result:
@@ -188,7 +193,11 @@ class CellReads:
             ) from None
 
     def _goes_past_cache(self, run: Sequence[Span]) -> bool:
-        return self._is_past_cache and _nbytes(run) >= _LARGE_READ_NBYTES
+        return (
+            self._is_past_cache
+            and self._record.may_go_past_cache
+            and _nbytes(run) >= _LARGE_READ_NBYTES
+        )
 
     def _threads_for(self, ordered: Sequence[Sequence[Span]]) -> int:
         """Return how many threads read these runs: small reads wait for storage more often."""
@@ -208,9 +217,9 @@ class CellReads:
                 lambda path: self._storage.read_past_cache(path, memory, first - skipped),
             )
             if count is not None:
-                self._count.add(count)
+                self._record.add(count)
                 return memory[skipped : min(count, skipped + nbytes)]
-            self._is_past_cache = False
+            self._record.may_go_past_cache = False
         memory = self._memory_for(run, nbytes)
         return memory[: self.read_into(name, [memory], first)]
 

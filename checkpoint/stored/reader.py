@@ -18,7 +18,7 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.layout.wrapper_names import StoredNames, may_have_wrappers
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span
-from keepstep.checkpoint.stored.cell_reads import PARALLEL_READS, CellReads, ReadCount, Target
+from keepstep.checkpoint.stored.cell_reads import PARALLEL_READS, CellReads, ReadRecord, Target
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
 from keepstep.checkpoint.stored.listings import DataObject, decode_chunk_parts, decode_part
 from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
@@ -47,7 +47,7 @@ class StoredCheckpoint:
     documents: Mapping[str, Json]
     has_listings: bool = False
     """Whether all listings came with the metadata, as on all ranks that have the same."""
-    _read_count: ReadCount = field(default_factory=ReadCount, compare=False, repr=False)
+    _read_record: ReadRecord = field(default_factory=ReadRecord, compare=False, repr=False)
     _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
@@ -237,7 +237,7 @@ class StoredCheckpoint:
         These are theirs, with checksums, and what else is in the blocks that large reads begin and
         end in.
         """
-        return self._read_count.nbytes
+        return self._read_record.nbytes
 
     def location(self, chunk: Chunk) -> tuple[str, int]:
         """Return the object that has a chunk, and the offset in bytes at which the chunk begins.
@@ -322,7 +322,7 @@ class StoredCheckpoint:
             self.storage,
             self.directory,
             self._tensors_as_stored,
-            self._read_count,
+            self._read_record,
             past_cache=past_cache,
         )
 

@@ -55,7 +55,7 @@ class Storage(Protocol):
         ...
 
     def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
-        """Fill a buffer as `read_into` does, and leave nothing in the system's memory.
+        """Fill a buffer as `read_into` does, without the system's memory where that is possible.
 
         Args:
             name: the object.

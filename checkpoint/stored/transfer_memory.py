@@ -49,7 +49,8 @@ def _map(nbytes: int) -> mmap.mmap:
         # Shared memory, Python's default, has large pages only if the system is set up for it.
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        if error.errno == errno.ENOMEM:
+        # EAGAIN: of memory that this process may lock.
+        if error.errno in (errno.ENOMEM, errno.EAGAIN):
             raise MemoryError(f"no memory for {nbytes} bytes") from error
         raise
 
@@ -71,7 +72,10 @@ class TransferMemory:
 
 
 class TransferPool:
-    """Memory of several threads. Thread-safe. It has as many pieces as were in use at a time."""
+    """Memory of several threads. Thread-safe.
+
+    It holds at most as many pieces as were in use at the same time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,8 +102,8 @@ class TransferPool:
                 self._unused.append(memory)
 
     def trim(self, nbytes: int) -> None:
-        """Free unused memory, the smallest first, until so many bytes are left at most."""
+        """Free unused memory, the largest first, until so many bytes are left at most."""
         with self._lock:
             self._unused.sort(key=lambda memory: memory.nbytes)
             while sum(memory.nbytes for memory in self._unused) > nbytes:
-                del self._unused[0]
+                self._unused.pop()

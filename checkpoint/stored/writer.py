@@ -395,7 +395,7 @@ class PackJob:
 
 _Job = Chunk | PackJob
 _Encode = Callable[[Chunk, Bytes], EncodedCells]
-"""Encodes the cells of a chunk into memory of their size."""
+"""Encodes the cells of a chunk into memory of `encoded_nbytes`."""
 
 
 def write_jobs(plan: ChunkPlan, writers: Sequence[int], name: int) -> Iterator[Chunk | PackJob]:

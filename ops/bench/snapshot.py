@@ -7,8 +7,8 @@ and commits as the leader does. Windows of steps of each kind alternate, so that
 machine affects all alike; `step_s` are medians, `step_ratio` those of the ratios to the window
 without snapshots of the same round, and `step_ratio_quartiles` their quartiles. `cpu_ratio` is the
 same of the processor seconds of all workers, servers and this process. `protected` is `lazy` with
-parity for the other node; here the same two cores train and do the exchange of both nodes, of which
-`transfer` is what TCP alone takes for the same bytes (`loopback_transfer.py`), without any parity.
+parity for the other node; here the same two cores train and do the exchange of both nodes.
+`transfer` is what TCP alone takes for the same bytes, once a step (`loopback_transfer.py`).
 `sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of all state
 on an otherwise idle machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups
 of 4.
@@ -265,7 +265,9 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
 def transfer_cpu_s(nbytes: int) -> float:
     """Return the processor seconds in which TCP alone moves so many bytes of each node."""
     command = [sys.executable, str(ROOT / "ops" / "bench" / "loopback_transfer.py"), str(nbytes)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, timeout=300
+    ).stdout
     return float(json.loads(output.splitlines()[-1])["cpu_s"])
 
 

@@ -44,6 +44,7 @@ class Recorded:
     def __init__(self, storage: Any, *, refuses: bool = False) -> None:
         self.storage = storage
         self.refuses = refuses
+        self.asked = 0
         self.past_cache: list[int] = []
         self.cached: list[int] = []
         self.prefetched: list[int] = []
@@ -54,6 +55,7 @@ class Recorded:
     def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
         assert offset % BLOCK_NBYTES == buffer.nbytes % BLOCK_NBYTES == 0
         assert np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK_NBYTES == 0
+        self.asked += 1
         if self.refuses:
             return None
         self.past_cache.append(buffer.nbytes)
@@ -81,6 +83,18 @@ def test_boxes_are_the_same_past_the_page_cache(
     goes_past = past_cache and not refuses
     assert any(nbytes >= 2**20 for nbytes in recorded.past_cache) == goes_past
     assert any(nbytes >= 2**20 for nbytes in recorded.cached) != goes_past
+
+
+def test_a_file_system_that_refuses_is_not_asked_again(source: StoredCheckpoint) -> None:
+    recorded = Recorded(source.storage, refuses=True)
+    reading = replace(source, storage=recorded)
+    into = np.zeros((*SHAPE, 4), np.uint8)
+    request = BoxRequest("w", Box.whole(SHAPE), into.reshape(-1).data)
+    reading.read([request], past_cache=True)
+    asked = recorded.asked
+    assert asked
+    reading.read([request], past_cache=True)
+    assert recorded.asked == asked
 
 
 def test_what_goes_past_the_cache_is_not_prefetched_into_it(

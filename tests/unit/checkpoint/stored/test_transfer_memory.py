@@ -62,17 +62,17 @@ def test_memory_of_a_whole_pack_is_used_again() -> None:
         assert second.ctypes.data == address
 
 
-def test_trimming_frees_the_smallest_first() -> None:
+def test_trimming_frees_the_largest_first() -> None:
     pool = TransferPool()
     with ExitStack() as all_taken:
-        for blocks in (3, 1, 2):
+        for blocks in (3, 1, 2, 50):
             all_taken.enter_context(pool.taken(blocks * BLOCK_NBYTES))
     pool.trim(5 * BLOCK_NBYTES)
-    assert [unused.nbytes // BLOCK_NBYTES for unused in pool._unused] == [2, 3]
+    assert [unused.nbytes // BLOCK_NBYTES for unused in pool._unused] == [1, 2]
     pool.trim(0)
     assert pool._unused == []
 
 
 def test_lack_of_memory_is_told_as_such() -> None:
     with pytest.raises(MemoryError):
-        allocate(2**46)
+        allocate(2**60)
