@@ -51,18 +51,17 @@ def encoded_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
     return math.prod(counts) * (tensor.cell_nbytes + header_nbytes + CHECKSUM_NBYTES)
 
 
-def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes | None = None) -> EncodedCells:
+def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes) -> EncodedCells:
     """Encode a chunk's cells.
 
     Args:
         tensor: the chunk's tensor.
         values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
-        into: memory of `encoded_nbytes` for the cells; None: new memory.
+        into: memory of `encoded_nbytes` for the cells.
     """
     *shape, itemsize = values.shape
-    memory = np.empty(encoded_nbytes(tensor, shape), np.uint8) if into is None else into
     if tensor.compression is None and tuple(shape) == tensor.cell:
-        return _one_plain(values, memory)
+        return _one_plain(values, into)
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
     if shape != padded_shape:
@@ -75,8 +74,8 @@ def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes | None = None)
     split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
     in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
     if tensor.compression is None:
-        return _plain(tensor, counts, in_order, memory)
-    return _compressed(tensor, counts, in_order, memory)
+        return _plain(tensor, counts, in_order, into)
+    return _compressed(tensor, counts, in_order, into)
 
 
 def _one_plain(values: Bytes, encoded: Bytes) -> EncodedCells:

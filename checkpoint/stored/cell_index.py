@@ -28,7 +28,7 @@ from keepstep.checkpoint.stored.chunking import (
 )
 from keepstep.checkpoint.stored.listings import ChunkObject, DataObject, Pack, decode_numbers
 from keepstep.checkpoint.stored.object_names import chunk_name
-from keepstep.checkpoint.stored.transfer_memory import BLOCK_NBYTES, LARGE_PAGE_NBYTES
+from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
 from keepstep.checkpoint.stored.zarr_metadata import (
     cells_per_chunk,
     shard_index,

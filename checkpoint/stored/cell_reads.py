@@ -24,7 +24,8 @@ from keepstep.checkpoint.stored.cell_codec import CHECKSUM_NBYTES, decompress
 from keepstep.checkpoint.stored.cell_index import Span, runs
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.storage import Storage
-from keepstep.checkpoint.stored.transfer_memory import BLOCK_NBYTES, TransferMemory
+from keepstep.checkpoint.stored.transfer_memory import TransferMemory
+from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -37,14 +37,11 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
-from keepstep.checkpoint.stored.transfer_memory import (
-    BLOCK_NBYTES,
-    LARGE_PAGE_NBYTES,
-    allocate,
-)
+from keepstep.checkpoint.stored.transfer_memory import allocate
+from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
 
 _LARGE_NBYTES = 2**20
-# Size of one write past the page cache: larger ones are no faster, and this one still fits a
+# Size of one write past the page cache: one piece of memory for the device, and it fits a
 # processor's cache.
 _STAGING_NBYTES = LARGE_PAGE_NBYTES
 # The largest object of which the reader does not know the size: a manifest.

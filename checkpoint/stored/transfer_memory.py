@@ -17,13 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.layout.integers import round_up
+from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
 
 Bytes = npt.NDArray[np.uint8]
-
-BLOCK_NBYTES = mmap.PAGESIZE
-"""What addresses, offsets and sizes are multiples of."""
-
-LARGE_PAGE_NBYTES = 2 * 2**20
 
 
 def allocate(nbytes: int) -> Bytes:

@@ -183,6 +183,8 @@ PURE = (
     "checkpoint.stored.manifest",
     "checkpoint.stored.object_names",
     "checkpoint.stored.stored_json",
+    "checkpoint.stored.strict_json",
+    "checkpoint.stored.transfer_sizes",
     "checkpoint.stored.zarr_metadata",
     "checkpoint.stored.pruning",
     "checkpoint.memory.snapshot_table",

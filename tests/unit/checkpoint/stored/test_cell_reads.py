@@ -17,7 +17,7 @@ from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.checkpoint.stored.transfer_memory import BLOCK_NBYTES
+from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 SHAPE = (1536, 1024)

@@ -7,13 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from keepstep.checkpoint.stored.chunking import PACK_NBYTES
-from keepstep.checkpoint.stored.transfer_memory import (
-    BLOCK_NBYTES,
-    LARGE_PAGE_NBYTES,
-    TransferMemory,
-    TransferPool,
-    allocate,
-)
+from keepstep.checkpoint.stored.transfer_memory import TransferMemory, TransferPool, allocate
+from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK_NBYTES + 1, LARGE_PAGE_NBYTES, 5 * 2**20 + 3])
