@@ -71,6 +71,8 @@ class SnapshotClient:
         with translated_transport_errors():
             self._connection = connect(address, SNAPSHOT_PROTOCOL, identity, idle_s=idle_s)
         self._arenas: dict[int, Arena] = {}
+        # The buffer that is written without having been asked for.
+        self._granted: int | None = None
 
     def begin(
         self,
@@ -78,10 +80,13 @@ class SnapshotClient:
         rank: int,
         nbytes: int,
         *,
+        granted: int | None = None,
         discard_uncommitted: bool = False,
         before_unmap: Callable[[int], None] = lambda _: None,
     ) -> tuple[int, Arena]:
-        """Ask for a buffer to write a shard into; return its number and memory.
+        """Return the number and the memory of a buffer to write a shard into.
+
+        The server is not asked if a commit has granted one that is mapped and large enough.
 
         The same number means the same memory as before, still mapped. The client unmaps it when the
         server has released it, or when it is closed itself.
@@ -90,6 +95,8 @@ class SnapshotClient:
             snapshot: what the shard is a part of.
             rank: whose part.
             nbytes: its size, index included.
+            granted: the buffer that the commit of the rank's last shard has granted it, if any, and
+                if it has begun none since.
             discard_uncommitted: forget the rank's last snapshot, which another rank has not sealed
                 and never will.
             before_unmap: called with the number of each buffer that the server has released; must
@@ -99,6 +106,12 @@ class SnapshotClient:
             SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed,
                 memory is short, or the server is gone.
         """
+        self._granted = None
+        arena = self._arenas.get(granted) if granted is not None else None
+        if arena is not None and arena.nbytes >= nbytes and not discard_uncommitted:
+            assert granted is not None
+            self._granted = granted
+            return granted, arena
         begun = self._ask(
             Begin(
                 snapshot=snapshot,
@@ -109,23 +122,33 @@ class SnapshotClient:
             ),
             Begun,
         )
-        for number in begun.dropped:
-            if number in self._arenas:
-                before_unmap(number)
-                self._arenas.pop(number).close()
+        self._unmap(begun.dropped, before_unmap)
         if begun.buffer not in self._arenas:
             self._arenas[begun.buffer] = self._map(begun.capacity, writable=True)
         return begun.buffer, self._arenas[begun.buffer]
 
-    def seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
-        """Declare a shard complete, whose index lies at this place in its buffer.
+    def seal(
+        self,
+        snapshot: SnapshotId,
+        rank: int,
+        index_offset: int,
+        index_nbytes: int,
+        *,
+        before_unmap: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Declare the shard complete that was begun last; its index lies at this place in it.
 
-        Raises as `begin` does.
+        `before_unmap` and what is raised are as for `begin`.
         """
         request = Seal(
-            snapshot=snapshot, rank=rank, index_offset=index_offset, index_nbytes=index_nbytes
+            snapshot=snapshot,
+            rank=rank,
+            index_offset=index_offset,
+            index_nbytes=index_nbytes,
+            granted=self._granted,
+            mapped=tuple(self._arenas),
         )
-        self._ask(request, Sealed)
+        self._unmap(self._ask(request, Sealed).dropped, before_unmap)
 
     def holdings(self) -> dict[SnapshotId, list[int]]:
         """Return the ranks that have sealed each snapshot held."""
@@ -179,6 +202,12 @@ class SnapshotClient:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
+
+    def _unmap(self, dropped: Sequence[int], before_unmap: Callable[[int], None]) -> None:
+        for number in dropped:
+            if number in self._arenas:
+                before_unmap(number)
+                self._arenas.pop(number).close()
 
     def _map(self, capacity: int, *, writable: bool) -> Arena:
         with translated_transport_errors():

@@ -80,16 +80,24 @@ class Begun(Message, frozen=True, kw_only=True):
 
 
 class Seal(Message, frozen=True, kw_only=True):
-    """Declares a shard complete, with its index at a place in its buffer."""
+    """Declares a shard complete, with its index at a place in its buffer.
+
+    `granted` is the buffer, if the rank has not begun the shard and has written into one that a
+    commit granted it (`NodeHoldings`). `mapped` as in `Begin`.
+    """
 
     snapshot: SnapshotId
     rank: Count
     index_offset: Count
     index_nbytes: Count
+    granted: int | None
+    mapped: tuple[int, ...]
 
 
 class Sealed(Message, frozen=True, kw_only=True):
-    """Replies to `Seal`."""
+    """Replies to `Seal`. `dropped` as in `Begun`."""
+
+    dropped: tuple[int, ...]
 
 
 class ListHoldings(Message, frozen=True, kw_only=True):
@@ -305,7 +313,7 @@ ServerReply: TypeAlias = (
 
 SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
     name="snapshot",
-    versions=VersionRange(2, 2),
+    versions=VersionRange(3, 3),
     requests=Codec[ClientRequest](
         Begin,
         Seal,
@@ -469,11 +477,15 @@ class AgentRequest(Message, frozen=True, kw_only=True):
 
 
 class NodeHoldings(Message, frozen=True, kw_only=True):
-    """What the node holds: sealed snapshots, those with complete parity, bytes of memory."""
+    """What the node holds: sealed snapshots, those with complete parity, bytes of memory.
+
+    `granted` are the buffers that ranks may write their next shards into, by rank.
+    """
 
     sealed: tuple[SealedRanks, ...]
     protected: tuple[SnapshotId, ...]
     nbytes: Count
+    granted: Mapping[int, int]
 
 
 class AgentReply(Message, frozen=True, kw_only=True):

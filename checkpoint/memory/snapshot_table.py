@@ -5,6 +5,9 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
   generation is committed or was never sealed: two buffers alternate, and one of them always holds a
   committed snapshot.
 - A commit frees everything older. Opening a generation forgets shards that were left unsealed.
+- A commit grants a free buffer to each rank that has sealed the snapshot, for its next shard: the
+  rank may write there without asking, and seals that buffer. It gives the grant up if it begins a
+  shard instead, and opening a generation ends all grants.
 - A fenced generation seals nothing more: its collectives may be aborted, and leave garbage.
 - A pinned snapshot (being stored) stays until it is unpinned, though newer ones are committed;
   meanwhile a third buffer is used.
@@ -14,6 +17,7 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
 Every function that returns a changed table checks the invariants (`check_table`, `check_change`)
 and raises `SnapshotInvariantViolated` instead of returning a table that breaks one:
 - A buffer belongs to one shard, or is free.
+- A granted buffer is free, and granted to one rank; no other rank's shard is put there.
 - A rank has one sealed snapshot of the current generation that is not committed, at most.
 - A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer
   unless it is discarded by name; so does a shard that is being rebuilt.
@@ -68,8 +72,9 @@ class ShardBuffer:
 class SnapshotTable:
     """All that a node holds.
 
-    `free` are buffers without a shard, by number, with their sizes in bytes; `pinned` counts pins.
-    Nothing is begun or sealed in generations up to `fenced`.
+    `free` are buffers without a shard, by number, with their sizes in bytes; `granted` are those of
+    them that ranks may write their next shards into, by rank; `pinned` counts pins. Nothing is
+    begun or sealed in generations up to `fenced`.
     """
 
     generation: int = 0
@@ -77,6 +82,7 @@ class SnapshotTable:
     committed: SnapshotId = SnapshotId(0, -1)
     shards: Mapping[tuple[SnapshotId, int], ShardBuffer] = field(default_factory=dict)
     free: Mapping[int, int] = field(default_factory=dict)
+    granted: Mapping[int, int] = field(default_factory=dict)
     pinned: Mapping[SnapshotId, int] = field(default_factory=dict)
     next_buffer: int = 1
 
@@ -111,7 +117,7 @@ def open_generation(table: SnapshotTable, generation: int) -> SnapshotTable:
     if generation <= table.generation:
         return table
     kept = {key: held for key, held in table.shards.items() if held.sealed or held.is_being_rebuilt}
-    return _checked(table, _retain_only(replace(table, generation=generation), kept))
+    return _checked(table, _retain_only(replace(table, generation=generation, granted={}), kept))
 
 
 def fence(table: SnapshotTable, generation: int) -> SnapshotTable:
@@ -166,17 +172,17 @@ def begin(
             f"{waiting_for} is sealed and not committed yet; wait for the commit"
         )
     given_up = uncommitted | {key for key, held in own_shards.items() if not held.sealed}
-    kept = table
+    kept = _without_grant(table, rank)
     if given_up:
         left = {key: held for key, held in table.shards.items() if key not in given_up}
-        kept = _retain_only(table, left)
+        kept = _retain_only(kept, left)
     after, held = _assign_buffer(kept, (snapshot, rank), nbytes, available_nbytes, adopted=False)
     return _checked(table, after, discarded=uncommitted), held
 
 
-def has_buffer(table: SnapshotTable, nbytes: int) -> bool:
-    """Whether a shard of this size is given a free buffer, so that no memory is needed for it."""
-    return bool(_fitting(table, nbytes))
+def has_buffer(table: SnapshotTable, rank: int, nbytes: int) -> bool:
+    """Whether a rank's shard is given a free buffer, so that no memory is needed for it."""
+    return bool(_fitting(_without_grant(table, rank), nbytes))
 
 
 def adopt(
@@ -201,20 +207,41 @@ def complete_adoption(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> 
     return _without_older(_checked(table, _sealed(table, (snapshot, rank))), table.committed)
 
 
-def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
+def seal(
+    table: SnapshotTable, snapshot: SnapshotId, rank: int, *, granted: int | None = None
+) -> SnapshotTable:
     """Mark a shard complete.
 
+    Args:
+        table: what is held.
+        snapshot: what the shard is a part of.
+        rank: whose part.
+        granted: the granted buffer that it was written into; None if it was begun.
+
     Raises:
-        SnapshotUnavailable: the generation is over, or the shard was not begun.
+        SnapshotUnavailable: the generation is over, or the shard was neither begun nor written into
+            a buffer that is granted to the rank.
     """
     _check_not_fenced(table, snapshot, rank)
-    held = table.shards.get((snapshot, rank))
-    if snapshot.generation != table.generation or held is None or held.sealed:
-        raise SnapshotUnavailable(
-            f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
-            f"it was not begun, or generation {table.generation} has replaced its own"
-        )
-    return _checked(table, _sealed(table, (snapshot, rank)))
+    key = snapshot, rank
+    before = table
+    if granted is not None and table.granted.get(rank) == granted and key not in table.shards:
+        held = ShardBuffer(granted, table.free[granted])
+        free = {b: c for b, c in table.free.items() if b != granted}
+        shards = {**table.shards, key: held}
+        table = replace(_without_grant(table, rank), free=free, shards=shards)
+    elif granted is not None or key not in table.shards or table.shards[key].sealed:
+        raise _not_begun(table, snapshot, rank)
+    if snapshot.generation != table.generation:
+        raise _not_begun(table, snapshot, rank)
+    return _checked(before, _sealed(table, key))
+
+
+def _not_begun(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotUnavailable:
+    return SnapshotUnavailable(
+        f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
+        f"it was not begun, or generation {table.generation} has replaced its own"
+    )
 
 
 def abandon(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -239,11 +266,13 @@ def discard(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
 def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Take a snapshot as the one to resume from: everything older is freed, unless pinned.
 
+    Ranks that have taken it are granted buffers for their next shards, if there are free ones.
+
     One of an older generation is what this one resumes from. Whatever older generations have sealed
     after it is freed too: nobody resumes from that any more.
     """
     if snapshot < table.committed or snapshot.generation >= table.generation:
-        return _without_older(table, snapshot)
+        return _with_grants(_without_older(table, snapshot), snapshot)
     left_behind = {
         key
         for key, held in table.shards.items()
@@ -265,6 +294,21 @@ def _without_older(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     after = _retain_only(replace(table, committed=committed), kept)
     if not after.pinned:
         after = _without_surplus(after)
+    return _checked(table, after)
+
+
+def _with_grants(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
+    """Grant a buffer to each rank whose newest shard in the generation is of this snapshot."""
+    if snapshot.generation != table.generation:
+        return table
+    after = table
+    going_on = {rank for of, rank in table.shards if of > snapshot} | table.granted.keys()
+    for (of, rank), held in table.shards.items():
+        if of == snapshot and held.sealed and not held.adopted and rank not in going_on:
+            # The rank's next shard is as large as its last one, nearly always.
+            fitting = _fitting(after, held.capacity)
+            if fitting:
+                after = replace(after, granted={**after.granted, rank: min(fitting)[1]})
     return _checked(table, after)
 
 
@@ -296,13 +340,20 @@ def check_table(table: SnapshotTable) -> None:
     """Check a table by itself.
 
     Raises:
-        SnapshotInvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots.
+        SnapshotInvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots, or
+            a granted buffer is not free.
     """
     buffers = [held.buffer for held in table.shards.values()] + list(table.free)
     if len(set(buffers)) != len(buffers) or any(b >= table.next_buffer for b in buffers):
         raise SnapshotInvariantViolated(
             "a buffer belongs to one shard, or is free",
             f"buffers {sorted(buffers)}, the next is {table.next_buffer}",
+        )
+    granted = list(table.granted.values())
+    if len(set(granted)) != len(granted) or not table.free.keys() >= set(granted):
+        raise SnapshotInvariantViolated(
+            "a granted buffer is free, and granted to one rank",
+            f"{dict(table.granted)} are granted by rank, and {sorted(table.free)} are free",
         )
     uncommitted: set[int] = set()
     for (snapshot, rank), held in table.shards.items():
@@ -332,7 +383,7 @@ def check_change(
 
     Raises:
         SnapshotInvariantViolated: a sealed shard, or one that is being rebuilt, would be lost or
-            moved, or a count would sink.
+            moved, a granted buffer would go to another rank, or a count would sink.
     """
     if (after.generation, after.committed) != (
         max(before.generation, after.generation),
@@ -342,6 +393,13 @@ def check_change(
             "a table's generation and committed snapshot never go back",
             f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
         )
+    granted = {buffer: rank for rank, buffer in before.granted.items()}
+    for (_, rank), held in after.shards.items():
+        if granted.get(held.buffer, rank) != rank and before.generation == after.generation:
+            raise SnapshotInvariantViolated(
+                "a granted buffer is given to no other rank",
+                f"buffer {held.buffer}, granted to rank {granted[held.buffer]}, is rank {rank}'s",
+            )
     for key, held in before.shards.items():
         found = after.shards.get(key)
         if found is held:
@@ -392,7 +450,9 @@ def _without_surplus(table: SnapshotTable) -> SnapshotTable:
     surplus = len(table.free) + len(table.shards) - 2 * len(ranks)
     if surplus <= 0:
         return table
-    largest_first = sorted(table.free.items(), key=lambda item: -item[1])
+    granted = set(table.granted.values())
+    largest_first = sorted(table.free.items(), key=lambda item: (item[0] in granted, -item[1]))
+    surplus = min(surplus, len(table.free) - len(granted))
     return replace(table, free=dict(largest_first[surplus:]))
 
 
@@ -424,7 +484,8 @@ def _choose_buffer(
         held = ShardBuffer(buffer, capacity, adopted=adopted)
         return replace(table, free=free, shards={**table.shards, key: held}), held
     # Buffers that have become too small for this job are of no use to it.
-    free = {b: c for b, c in table.free.items() if c >= nbytes}
+    granted = set(table.granted.values())
+    free = {b: c for b, c in table.free.items() if c >= nbytes or b in granted}
     if nbytes + _MEMORY_RESERVE_NBYTES > available_nbytes:
         raise MemoryShort(
             f"a snapshot of rank {key[1]} needs {nbytes / 2**20:.0f} MiB and the node has "
@@ -438,11 +499,18 @@ def _choose_buffer(
 
 def _fitting(table: SnapshotTable, nbytes: int) -> list[tuple[int, int]]:
     """Return the capacities and numbers of the free buffers that are given to a shard."""
+    granted = table.granted.values()
     return [
         (capacity, buffer)
         for buffer, capacity in table.free.items()
-        if nbytes <= capacity <= 2 * nbytes + _MAX_UNUSED_NBYTES
+        if nbytes <= capacity <= 2 * nbytes + _MAX_UNUSED_NBYTES and buffer not in granted
     ]
+
+
+def _without_grant(table: SnapshotTable, rank: int) -> SnapshotTable:
+    if rank not in table.granted:
+        return table
+    return replace(table, granted={r: b for r, b in table.granted.items() if r != rank})
 
 
 def _retain_only(

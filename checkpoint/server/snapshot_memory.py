@@ -118,6 +118,11 @@ class SnapshotMemory:
             SealedRanks(snapshot, tuple(sorted(ranks))) for snapshot, ranks in sealed.items()
         )
 
+    def granted(self) -> Mapping[int, int]:
+        """Return the buffers that this node's ranks may write their next shards into, by rank."""
+        with self._changed:
+            return self._table.granted
+
     def open_generation(self, generation: int) -> None:
         """Accept shards of this generation only, from now on; expect no rebuilt ones of before."""
         with self._changed:
@@ -149,7 +154,7 @@ class SnapshotMemory:
         """
 
         def take(left_nbytes: Callable[[], int]) -> GrantedBuffer:
-            has_buffer = snapshot_table.has_buffer(self._table, nbytes)
+            has_buffer = snapshot_table.has_buffer(self._table, rank, nbytes)
             self._table, shard = snapshot_table.begin(
                 self._table,
                 snapshot,
@@ -166,30 +171,47 @@ class SnapshotMemory:
                 buffer=shard.buffer,
                 capacity=shard.capacity,
                 descriptor=None if shard.buffer in mapped else os.dup(arena.descriptor),
-                dropped=tuple(number for number in mapped if number not in self._arenas),
+                dropped=self._dropped(mapped),
             )
 
         return self._once_there_is_memory(take, lambda: False)
 
     def seal(
-        self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int
-    ) -> frozenset[int]:
+        self,
+        snapshot: SnapshotId,
+        rank: int,
+        index_offset: int,
+        index_nbytes: int,
+        *,
+        granted: int | None = None,
+        mapped: Sequence[int] = (),
+    ) -> tuple[frozenset[int], tuple[int, ...]]:
         """Declare a shard complete, whose index lies at this place in its buffer.
 
-        Returns which of this node's ranks have sealed the snapshot then. However many seal at the
-        same time, one call alone returns all of them.
+        Args:
+            snapshot: what the shard is a part of.
+            rank: whose part.
+            index_offset: where the index begins, in bytes.
+            index_nbytes: its size.
+            granted: the granted buffer that the shard was written into; None if it was begun.
+            mapped: the buffers that the writer has mapped.
+
+        Returns:
+            Which of this node's ranks have sealed the snapshot then, and which of the mapped
+            buffers are released. However many seal at the same time, one call alone returns all
+            ranks.
 
         Raises:
             SnapshotUnavailable: see `snapshot_table.seal`.
             ValueError: the buffer ends before the index does.
         """
         with self._changed:
-            table = snapshot_table.seal(self._table, snapshot, rank)
+            table = snapshot_table.seal(self._table, snapshot, rank, granted=granted)
             if index_offset + index_nbytes > table.shards[snapshot, rank].capacity:
                 raise ValueError(f"the index of rank {rank}'s shard lies beyond its buffer's end")
             self._table = table
             self._shards[snapshot, rank] = _SealedShard(index_offset, index_nbytes)
-            return table.sealed_ranks(snapshot)
+            return table.sealed_ranks(snapshot), self._dropped(mapped)
 
     def abandon(self, snapshot: SnapshotId, rank: int) -> None:
         """Forget a shard that was begun and not sealed, for its writer is gone."""
@@ -403,6 +425,9 @@ class SnapshotMemory:
         for key in [key for key in self._awaited if key[0] < table.committed]:
             del self._awaited[key]
         self._on_retained({snapshot for snapshot, _ in table.shards} - {retaken})
+
+    def _dropped(self, mapped: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number for number in mapped if number not in self._arenas)
 
     def _arena_of_buffer(self, number: int, capacity: int) -> Arena:
         if number not in self._arenas:

@@ -132,8 +132,10 @@ class NodeSnapshots:
     async def commit(self, snapshot: SnapshotId) -> None:
         """Tell the server and the workers that a snapshot is committed."""
         self._committed = snapshot
-        await self.server.commit(snapshot)
-        await self._node.worker_group.broadcast(SnapshotCommitted(step=snapshot.step))
+        granted = await self.server.commit(snapshot)
+        await self._node.worker_group.broadcast(
+            SnapshotCommitted(step=snapshot.step, granted=granted)
+        )
 
     def announce(self, announcement: CommitAnnouncement) -> None:
         """Tell all members, this node's own workers included, what is committed."""

@@ -115,6 +115,7 @@ class SnapshotManager:
         is_committed: Callable[[int], bool],
         is_closing: Callable[[], bool],
         may_seal: Callable[[], bool],
+        granted: Callable[[int, int], int | None],
         interval: SnapshotInterval,
         located: Callable[[Position], Position],
         *,
@@ -132,7 +133,12 @@ class SnapshotManager:
         self.training = TrainingState(state, device, assignment.rank, data_share, is_stage=is_stage)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(
-            self._client, assignment.generation, assignment.rank, device, may_seal
+            self._client,
+            assignment.generation,
+            assignment.rank,
+            device,
+            may_seal,
+            lambda step: granted(step, assignment.rank),
         )
         self._last_snapshot_step = -1
         self._is_intact = True

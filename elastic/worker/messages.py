@@ -266,9 +266,13 @@ class AbortOrdered(Message, frozen=True, kw_only=True):
 
 
 class SnapshotCommitted(Message, frozen=True, kw_only=True):
-    """The snapshot of `step`, and so of every step before it, is committed."""
+    """The snapshot of `step`, and so of every step before it, is committed.
+
+    `granted` are the buffers that the node's ranks may write their next shards into, by rank.
+    """
 
     step: int
+    granted: Mapping[int, int]
 
 
 class Stored(Message, frozen=True, kw_only=True):

@@ -140,10 +140,10 @@ class Nodes:
             task.add_done_callback(self.committing.discard)
 
     async def commit(self, snapshot: SnapshotId) -> None:
-        await asyncio.gather(*(server.commit(snapshot) for server in self.servers))
+        granted = await asyncio.gather(*(server.commit(snapshot) for server in self.servers))
         self.times[snapshot.step]["committed_s"] = time.monotonic()
-        for worker in self.workers:
-            self.send(worker, committed=snapshot.step)
+        for rank, worker in enumerate(self.workers):
+            self.send(worker, committed=snapshot.step, granted=granted[rank].get(rank))
         async with self.commit_changed:
             self.commit_changed.notify_all()
 

@@ -72,10 +72,10 @@ def finish_device(self: ProcessGroups) -> None:
 
 
 def seal_and_tell(
-    self: SnapshotClient, snapshot: Any, rank: int, index_offset: int, index_nbytes: int
+    self: SnapshotClient, snapshot: Any, rank: int, index_offset: int, *rest: Any, **named: Any
 ) -> None:
     """Record a snapshot that was sealed although it holds garbage."""
-    seal(self, snapshot, rank, index_offset, index_nbytes)
+    seal(self, snapshot, rank, index_offset, *rest, **named)
     for arena in self._arenas.values():
         words = arena.bytes[: index_offset // 4 * 4].view(np.uint32)
         # By its bits, for not everything there is a floating-point number.

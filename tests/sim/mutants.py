@@ -507,6 +507,17 @@ def gives_out_a_buffer_that_is_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(snapshot_table, "_choose_buffer", wrong)
 
 
+def gives_out_a_buffer_that_is_granted_to_another_rank(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table._choose_buffer
+
+    def wrong(table: SnapshotTable, *rest: Any, **named: Any) -> Any:
+        after, held = right(replace(table, granted={}), *rest, **named)
+        granted = {rank: b for rank, b in table.granted.items() if b != held.buffer}
+        return replace(after, granted=granted), held
+
+    patch.setattr(snapshot_table, "_choose_buffer", wrong)
+
+
 def gives_out_a_buffer_that_is_too_small(patch: pytest.MonkeyPatch) -> None:
     right = snapshot_table._choose_buffer
 
@@ -670,6 +681,7 @@ MUTANTS: dict[str, Patch] = {
             begins_a_part_before_it_enters_the_generation,
             begins_before_the_last_one_is_committed,
             gives_out_a_buffer_that_is_in_use,
+            gives_out_a_buffer_that_is_granted_to_another_rank,
             gives_out_a_buffer_that_is_too_small,
             frees_what_is_being_stored,
             seals_in_a_generation_that_is_over,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -28,8 +29,12 @@ from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.memory.messages import (
     SNAPSHOT_PROTOCOL,
+    EndPersist,
     Holdings,
     ListHoldings,
+    PersistPart,
+    PersistTask,
+    RankHolder,
     ReadStripe,
     Refused,
     SealedRanks,
@@ -316,6 +321,48 @@ def test_memory_holds_two_snapshots_of_the_state_at_most(server: Server, generat
             snapshotter.close()
         held_nbytes = server.commit(SnapshotId(generation, step)).nbytes
     assert held_nbytes <= 2 * (data.nbytes + 2**17)
+
+
+def test_a_rank_asks_for_no_buffer_that_a_commit_has_granted(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on to do so, also after a third buffer was needed, and released."""
+    generation = new_generation(server)
+    requests: list[str] = []
+    ask = SnapshotClient._ask
+
+    def recorded(self: SnapshotClient, request: Any, *rest: Any, **named: Any) -> Any:
+        requests.append(type(request).__name__)
+        return ask(self, request, *rest, **named)
+
+    monkeypatch.setattr(SnapshotClient, "_ask", recorded)
+    granted: dict[int, int | None] = {}
+    box = Box((0,), (2**18,))
+    mapped = []
+    with contextlib.closing(SnapshotClient(server.local, SECRET)) as client:
+        snapshotter = Snapshotter(client, generation, 0, torch.device("cpu"), granted=granted.get)
+        for step in range(1, 10):
+            data = torch.full((2**18,), step, dtype=torch.float32)
+            snapshotter.start(step, [LiveTensor("w", (2**18,), box, data)], {})
+            snapshotter.wait()
+            snapshot = SnapshotId(generation, step)
+            if step == 4:  # What is stored is not freed by the commit.
+                stored = SnapshotId(generation, 3)
+                holders = (RankHolder(None, (0,)),)
+                task = PersistTask(str(tmp_path), stored, generation, "1-a", holders)
+                server.ask(PersistPart(task=task, part=0))
+            granted[step] = server.commit(snapshot).granted.get(0)
+            if step == 6:
+                server.ask(EndPersist(attempt="1-a"))
+            mapped.append(len(client._arenas))
+            reader = SnapshotClient(server.local, SECRET)
+            with contextlib.closing(reader), contextlib.closing(reader.open(snapshot, 0)) as shard:
+                assert (shard.bytes[: data.nbytes].view(np.float32) == step).all()
+        snapshotter.close()
+    assert requests.count("Seal") == 9
+    assert requests.count("Begin") == 3, requests
+    assert max(mapped) == 3
+    assert mapped[-1] == 2
 
 
 def test_the_server_ends_when_its_agent_does(tmp_path: Path) -> None:

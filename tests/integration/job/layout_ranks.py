@@ -201,6 +201,7 @@ class Rank:
             lambda step: True,
             lambda: False,
             lambda: True,
+            lambda step, rank: None,
             SnapshotInterval(1, 0.0),
             lambda position: position,
             data_share=(world.data_rank, world.data_size),

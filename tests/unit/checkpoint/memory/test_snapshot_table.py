@@ -1,5 +1,6 @@
 """Claims about which snapshots stay in memory."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -206,6 +207,106 @@ def test_tables_that_break_an_invariant_are_refused() -> None:
         check_change(committed, replace(committed, generation=0))
 
 
+def two_committed(ranks: Sequence[int] = (0,)) -> SnapshotTable:
+    """Return a table in which ranks have two buffers each, of which one is free."""
+    table = open_generation(SnapshotTable(), 1)
+    for step in (1, 2):
+        for rank in ranks:
+            table = taken(table, step, rank=rank)
+        table = commit(table, SnapshotId(1, step))
+    return table
+
+
+def test_a_commit_grants_each_rank_a_free_buffer_for_its_next_shard() -> None:
+    table = two_committed(ranks=(0, 1))
+    assert table.granted.keys() == {0, 1}
+    assert set(table.granted.values()) == table.free.keys()
+    assert commit(table, SnapshotId(1, 2)) == table, "a repeated commit grants the same"
+    for rank in (0, 1):
+        before = table
+        buffer = table.granted[rank]
+        table = seal(table, SnapshotId(1, 3), rank, granted=buffer)
+        assert table.shards[SnapshotId(1, 3), rank] == ShardBuffer(buffer, 100, sealed=True)
+        assert rank not in table.granted
+        assert rank not in commit(table, SnapshotId(1, 2)).granted, "it has gone on"
+        check_change(before, table)
+    assert commit(table, SnapshotId(1, 3)).granted.keys() == {0, 1}
+
+
+def test_nothing_is_granted_where_no_buffer_is_free_or_no_shard_is_committed() -> None:
+    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
+    assert table.granted == {}, "the rank has one buffer yet"
+    table = pin(table, SnapshotId(1, 1))
+    table = commit(taken(table, 2), SnapshotId(1, 2))
+    assert table.granted == {}, "the other one is stored"
+    committed = two_committed()
+    table = taken(committed, 3)
+    assert commit(open_generation(table, 2), SnapshotId(1, 3)).granted == {}, (
+        "of another generation"
+    )
+    table, _ = begin(committed, SnapshotId(1, 3), 0, 100, PLENTY)
+    assert commit(table, SnapshotId(1, 2)).granted == {}, "it has begun a shard"
+    table, _ = adopt(two_committed(), SnapshotId(1, 2), 7, 100, PLENTY)
+    table = complete_adoption(table, SnapshotId(1, 2), 7)
+    assert commit(table, SnapshotId(1, 2)).granted.keys() == {0}, "not for an adopted shard"
+
+
+@pytest.mark.parametrize(
+    ("buffer", "generation", "step"), [(1, 2, 3), (2, 1, 3), (3, 1, 3), (1, 1, 2)]
+)
+def test_only_the_buffer_that_is_granted_is_sealed_without_having_been_begun(
+    buffer: int, generation: int, step: int
+) -> None:
+    table = two_committed()
+    assert table.granted == {0: 1}
+    with pytest.raises(SnapshotUnavailable, match="was not begun"):
+        seal(table, SnapshotId(generation, step), 0, granted=buffer)
+    with pytest.raises(SnapshotUnavailable, match="was not begun"):
+        seal(table, SnapshotId(1, 3), 1, granted=1)
+    with pytest.raises(SnapshotUnavailable, match="may be garbage"):
+        seal(fence(table, 1), SnapshotId(1, 3), 0, granted=1)
+    with pytest.raises(SnapshotUnavailable, match="was not begun"):
+        seal(open_generation(table, 2), SnapshotId(2, 3), 0, granted=1)
+
+
+def test_a_rank_that_begins_a_shard_gives_up_its_grant() -> None:
+    table = two_committed()
+    assert has_buffer(table, 0, 100)
+    table, held = begin(table, SnapshotId(1, 3), 0, 100, 0)
+    assert (held.buffer, table.granted) == (1, {})
+    with pytest.raises(SnapshotUnavailable, match="was not begun"):
+        seal(table, SnapshotId(1, 3), 0, granted=1)
+
+
+def test_a_granted_buffer_is_neither_given_to_another_rank_nor_released() -> None:
+    table = two_committed(ranks=(0, 1))
+    granted = table.granted
+    assert not has_buffer(table, 2, 100)
+    # Adopted shards find no free buffer, nor does a larger one release what is too small for it.
+    for rank, nbytes in ((7, 100), (8, 2**22)):
+        table, held = adopt(table, SnapshotId(1, 2), rank, nbytes, PLENTY)
+        assert held.buffer not in granted.values()
+        assert table.granted == granted
+        assert table.free.keys() == set(granted.values())
+    for rank in (7, 8):
+        table = complete_adoption(table, SnapshotId(1, 2), rank)
+    left = replace(table, shards={k: h for k, h in table.shards.items() if k[1] == 0})
+    assert commit(left, SnapshotId(1, 2)).free == table.free, "two more than there are ranks for"
+
+
+def test_tables_that_break_a_grant_are_refused() -> None:
+    table = two_committed(ranks=(0, 1))
+    free = {buffer: 100 for buffer in table.free if buffer != table.granted[0]}
+    for broken in (replace(table, granted={0: 1, 1: 1}), replace(table, free=free)):
+        with pytest.raises(SnapshotInvariantViolated, match="granted to one rank"):
+            check_table(broken)
+    given = ShardBuffer(table.granted[0], 100)
+    taken_away = replace(table, free=free, granted={}, shards={(SnapshotId(1, 3), 1): given})
+    with pytest.raises(SnapshotInvariantViolated, match="given to no other rank"):
+        check_change(table, taken_away)
+    check_change(table, open_generation(table, 2))
+
+
 def test_a_fence_is_never_lowered() -> None:
     table = fence(fence(open_generation(SnapshotTable(), 2), 2), 1)
     with pytest.raises(SnapshotUnavailable, match="may be garbage"):
@@ -247,7 +348,7 @@ def test_a_shard_is_given_the_smallest_free_buffer_that_is_not_much_too_large(
 ) -> None:
     buffers = dict(enumerate(free, 1))
     table = SnapshotTable(generation=1, free=buffers, next_buffer=len(free) + 1)
-    assert has_buffer(table, nbytes) == (used is not None)
+    assert has_buffer(table, 0, nbytes) == (used is not None)
     # Only new memory needs to be there.
     available = 0 if used is not None else PLENTY
     table, held = begin(table, SnapshotId(1, 1), 0, nbytes, available)
@@ -270,7 +371,9 @@ def test_two_buffers_a_rank_are_kept_the_smallest_ones() -> None:
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["take", "begin", "abandon", "commit", "pin", "unpin", "generation"]),
+        st.sampled_from(
+            ["take", "fill", "begin", "abandon", "commit", "pin", "unpin", "generation"]
+        ),
         st.integers(0, 1),
     ),
     max_size=60,
@@ -283,6 +386,7 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
 ) -> None:
     table, step = open_generation(SnapshotTable(), 1), 0
     for kind, rank in schedule:
+        granted = table.granted
         before = {k: h for k, h in table.shards.items() if h.sealed and k[0] == table.committed}
         snapshot = SnapshotId(table.generation, step)
         if kind in ("take", "begin"):
@@ -294,6 +398,10 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
                 continue  # The last one is not committed yet.
             if kind == "take":
                 table = seal(table, snapshot, rank)
+        elif kind == "fill" and rank in table.granted:
+            step += 1
+            snapshot = SnapshotId(table.generation, step)
+            table = seal(table, snapshot, rank, granted=table.granted[rank])
         elif kind == "abandon":
             table = abandon(table, snapshot, rank)
         elif kind == "commit" and table.sealed():
@@ -311,6 +419,10 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
             before = {}
         for key, held in before.items():
             assert table.shards[key] == held
+        assert table.free.keys() >= set(table.granted.values())
+        for granted_rank, buffer in granted.items():
+            owners = {key[1] for key, held in table.shards.items() if held.buffer == buffer}
+            assert owners <= {granted_rank} or kind == "generation"
         buffers = [held.buffer for held in table.shards.values()] + list(table.free)
         assert len(buffers) == len(set(buffers))
         # Two ranks, two buffers each, and one more each while something is pinned or freshly

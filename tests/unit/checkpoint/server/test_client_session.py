@@ -143,7 +143,16 @@ def test_of_ranks_that_seal_at_the_same_time_one_completes_the_snapshot() -> Non
 
     class SealingClient(Client):
         def __init__(self, rank: int, before_reply: Callable[[], None]) -> None:
-            super().__init__(Seal(snapshot=SNAPSHOT, rank=rank, index_offset=0, index_nbytes=0))
+            super().__init__(
+                Seal(
+                    snapshot=SNAPSHOT,
+                    rank=rank,
+                    index_offset=0,
+                    index_nbytes=0,
+                    granted=None,
+                    mapped=(),
+                )
+            )
             self._before_reply = before_reply
 
         def send(self, message: Any, *arguments: Any) -> None:

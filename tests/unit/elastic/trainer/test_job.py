@@ -105,6 +105,9 @@ class Agent:
     def is_committed(self, step: int) -> bool:
         return True
 
+    def granted_buffer(self, step: int, rank: int) -> int | None:
+        return None
+
     def wait_for_commit(self, step: int, generation: int, **_: bool) -> bool:
         return not self.is_closing(generation)
 
@@ -136,7 +139,7 @@ class SnapshotServer:
         self._arenas.append(Arena.create(nbytes))
         return len(self._arenas), self._arenas[-1]
 
-    def seal(self, snapshot: SnapshotId, *_: object) -> None:
+    def seal(self, snapshot: SnapshotId, *_: object, **__: object) -> None:
         self.sealed.append(snapshot)
 
     def close(self) -> None:
