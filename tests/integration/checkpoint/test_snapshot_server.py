@@ -324,9 +324,11 @@ def test_memory_holds_two_snapshots_of_the_state_at_most(server: Server, generat
 
 
 def test_a_rank_asks_for_no_buffer_that_a_commit_has_granted(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And goes on to do so, also after a third buffer was needed, and released."""
+    (tmp_path / "node").mkdir()
+    server = Server(tmp_path / "node", 1)
     generation = new_generation(server)
     requests: list[str] = []
     ask = SnapshotClient._ask
@@ -349,7 +351,7 @@ def test_a_rank_asks_for_no_buffer_that_a_commit_has_granted(
             if step == 4:  # What is stored is not freed by the commit.
                 stored = SnapshotId(generation, 3)
                 holders = (RankHolder(None, (0,)),)
-                task = PersistTask(str(tmp_path), stored, generation, "1-a", holders)
+                task = PersistTask(str(tmp_path / "stored"), stored, generation, "1-a", holders)
                 server.ask(PersistPart(task=task, part=0))
             granted[step] = server.commit(snapshot).granted.get(0)
             if step == 6:
@@ -359,6 +361,7 @@ def test_a_rank_asks_for_no_buffer_that_a_commit_has_granted(
             with contextlib.closing(reader), contextlib.closing(reader.open(snapshot, 0)) as shard:
                 assert (shard.bytes[: data.nbytes].view(np.float32) == step).all()
         snapshotter.close()
+    server.close()
     assert requests.count("Seal") == 9
     assert requests.count("Begin") == 3, requests
     assert max(mapped) == 3
