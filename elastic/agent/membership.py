@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.action_log import log_action
 from keepstep.elastic.agent.peer_connections import Peer, probe
 from keepstep.elastic.agent.publisher import Publisher
@@ -47,7 +48,7 @@ from keepstep.elastic.rendezvous import (
     standing,
     transactions,
 )
-from keepstep.elastic.rendezvous.commits import Announcements
+from keepstep.elastic.rendezvous.commits import Announcements, needs_decision
 from keepstep.elastic.rendezvous.decide import decide
 from keepstep.elastic.rendezvous.decision import LeaderState
 from keepstep.elastic.rendezvous.invariants import (
@@ -147,6 +148,8 @@ class Membership:
         self._mirrors_all = False
         self._reports = Reports()
         self._announcements = Announcements()
+        # When the leader decides again although nothing changes; None: never, or it is deciding.
+        self._decides_at_s: float | None = None
         self.record = record
         self.view = View()
         self._logged = (0, "")
@@ -274,17 +277,25 @@ class Membership:
         """Keep a node's newest report, this node's own included; used while this node leads."""
         self._reports.receive(report)
         generation = self.view.generation
-        if self.leads and generation is not None and self._reports.completes(report, generation):
-            self._announce()
+        if not self.leads or generation is None or not self._reports.completes(report, generation):
+            return
+        view, wall_s = self._reported_view(), time.time()
+        decides_at_s = self._decides_at_s
+        decides_in_s = None if decides_at_s is None else decides_at_s - time.monotonic()
+        announced = self._announce(view)
+        if announced is None or needs_decision(view, announced, wall_s, decides_in_s):
             self._changed.set()
 
-    def _announce(self) -> None:
-        """Announce what all members protect, if this node leads and that is new."""
-        if not self.leads:
-            return
-        found = self._announcements.next(self.view, self._reports, time.time())
-        if found is not None:
-            self._on_announce(found)
+    def _reported_view(self) -> View:
+        return with_reports(self.view, self._reports.newest)
+
+    def _announce(self, view: View) -> SnapshotId | None:
+        """Announce what all members protect, if this node leads and that is new; return it."""
+        found = self._announcements.next(view, self._reports, time.time()) if self.leads else None
+        if found is None:
+            return None
+        self._on_announce(found)
+        return found.snapshot
 
     async def revoke(self, peer: Peer) -> None:
         """Declare another node gone, because its agent's process is certainly dead."""
@@ -461,9 +472,9 @@ class Membership:
         rest_s = 0.0
         while True:
             self._changed.clear()
-            again_at_s = None
+            again_at_s = self._decides_at_s = None
             if self.leads:
-                view = with_reports(self.view, self._reports.newest)
+                view = self._reported_view()
                 published = self._publisher.conclude(view)
                 if published is not None:
                     await self._perform(view, published)
@@ -483,9 +494,10 @@ class Membership:
                 if decision.action is not None:
                     await self._perform(view, decision.action)
                     # A new leader finds reports that came before it led.
-                    self._announce()
+                    self._announce(self._reported_view())
                     continue
-                self._announce()
+                self._announce(view)
+                self._decides_at_s = again_at_s
             else:
                 leader_state = LeaderState()
                 self._publisher.stop()

@@ -28,7 +28,10 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.reports import Reports
-from keepstep.elastic.rendezvous.view import View, with_reports
+from keepstep.elastic.rendezvous.view import View
+
+_CLOCK_TOLERANCE_S = 0.1
+"""Two clocks that are read one after the other differ from one time to the next."""
 
 COMMIT_INTERVAL_S = 5.0
 """How often the coordinator is told of a commit that nobody needs there, at most."""
@@ -48,19 +51,19 @@ class Announcements:
         has to see them.
 
         Args:
-            view: the leader's view.
+            view: the leader's view, with the reports folded in.
             reports: what members have reported to it.
             wall_s: wall-clock seconds.
         """
         if view.generation is None or view.is_closing or view.result is not None:
             return None
-        if view.persist is None and (
-            self._may_begin_to_store or _is_to_be_stored(view, reports, wall_s)
-        ):
-            # A newer commit would free what is to be stored before it is asked for.
-            return None
         newest = reports.protected_by_all(view.generation)
         if newest is None or (self._last is not None and newest <= self._last.snapshot):
+            return None
+        if view.persist is None and (
+            self._may_begin_to_store or _is_to_be_stored(view, view.generation, wall_s)
+        ):
+            # A newer commit would free what is to be stored before it is asked for.
             return None
         self._last = CommitAnnouncement(newest, view.revisions.get("persist", 0))
         return self._last
@@ -79,14 +82,32 @@ class Announcements:
         self._may_begin_to_store = False
 
 
-def _is_to_be_stored(view: View, reports: Reports, wall_s: float) -> bool:
+def _is_to_be_stored(view: View, generation: Generation, wall_s: float) -> bool:
     """Whether the snapshot that the coordinator knows as committed is due to be stored."""
-    generation = view.generation
-    if generation is None:
-        return False
-    view = with_reports(view, reports.newest)
-    present = present_members(view, generation)
-    return begin_persist_if_due(view, present, wall_s) is not None
+    return begin_persist_if_due(view, present_members(view, generation), wall_s) is not None
+
+
+def needs_decision(
+    view: View, announced: SnapshotId, wall_s: float, decides_in_s: float | None
+) -> bool:
+    """Whether a leader that has announced a snapshot has to decide at once, and not later.
+
+    It does not if all that is left is to tell the coordinator of it, and the leader decides again
+    when that is due.
+
+    Args:
+        view: the leader's view, with the reports folded in.
+        announced: the snapshot.
+        wall_s: wall-clock seconds.
+        decides_in_s: in how many seconds the leader decides again whatever comes; None: never.
+    """
+    generation, known = view.generation, view.snapshot
+    if generation is None or known is None or decides_in_s is None:
+        return True
+    if decides_in_s > known.at_s + COMMIT_INTERVAL_S - wall_s + _CLOCK_TOLERANCE_S:
+        return True
+    commit = SnapshotCommit(announced, generation.members, generation.parity)
+    return is_due(view, commit, present_members(view, generation), wall_s)
 
 
 def next_commit(

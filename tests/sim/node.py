@@ -403,7 +403,8 @@ class Node:
             self._announce()
 
     def _announce(self) -> None:
-        found = self.announcements.next(self.view, self.reports, self.simulation.now_s)
+        view = with_reports(self.view, self.reports.newest)
+        found = self.announcements.next(view, self.reports, self.simulation.now_s)
         if found is not None:
             self.receive_announcement(found)
             self.simulation.announce(found, self)

@@ -10,6 +10,7 @@ from keepstep.elastic.rendezvous.commits import (
     COMMIT_INTERVAL_S,
     Announcements,
     is_due,
+    needs_decision,
     next_commit,
 )
 from keepstep.elastic.rendezvous.records import (
@@ -25,7 +26,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.reports import Reports
-from keepstep.elastic.rendezvous.view import JoinedNode, View
+from keepstep.elastic.rendezvous.view import JoinedNode, View, with_reports
 
 MEMBERS = tuple(Member(node, "h", 1, rank, "h:1", f"tcp:{node}") for rank, node in enumerate("ab"))
 OLDER, NEWER, NEWEST = (
@@ -106,10 +107,36 @@ def test_nothing_is_announced_while_a_commit_that_is_to_be_stored_is_written_or_
         )
         for node in "ab"
     ]
-    due = replace(IDLE, nodes={record.node: JoinedNode(record, 5) for record in records})
+    joined = replace(IDLE, nodes={record.node: JoinedNode(record, 5) for record in records})
+    due = with_reports(joined, reports_of(7, 8).newest)
     assert announcements.next(due, reports_of(7, 8), NOW_S) is None
     asked = replace(due, persist=VIEW.persist, revisions={"persist": 39})
     assert announcements.next(asked, reports_of(7, 8), NOW_S) is not None
+
+
+def decides(
+    view: View = IDLE, step: int = 8, wall_s: float = NOW_S - 8, in_s: float | None = 2.9
+) -> bool:
+    return needs_decision(view, SnapshotId(2, step), wall_s, in_s)
+
+
+def test_leader_decides_after_an_announcement_only_if_more_is_to_be_written() -> None:
+    """The coordinator is told of it 5 s after the last commit, which was at 50 s."""
+
+    def nodes(**changes: object) -> dict[str, JoinedNode]:
+        fields = {"phase": NodePhase.RUNNING, "checkpoint_url": "/c", "times": {"restored": 1.0}}
+        return {n: JoinedNode(record_of(n, **{**fields, **changes}), 5) for n in "ab"}
+
+    usual = replace(IDLE, nodes=nodes(checkpoint_every=25))
+    assert not decides(usual)
+    assert decides(usual, in_s=None), "it would never tell the coordinator"
+    assert decides(usual, in_s=3.2), "it would tell it late"
+    assert decides(usual, wall_s=55.0), "it is due"
+    assert decides(replace(usual, nodes=nodes(checkpoint_every=8))), "it is to be stored"
+    assert decides(replace(usual, nodes=nodes(finishing=True))), "it may be the last"
+    assert decides(replace(usual, snapshot=None))
+    older = replace(NEWER, snapshot=SnapshotId(1, 8))
+    assert decides(replace(usual, snapshot=older)), "it is the generation's first"
 
 
 def test_commit_is_passed_on_only_once_the_node_has_entered_the_generation() -> None:
