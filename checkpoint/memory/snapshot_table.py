@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from keepstep.checkpoint.errors import (
     MemoryShort,
@@ -117,7 +118,7 @@ def open_generation(table: SnapshotTable, generation: int) -> SnapshotTable:
     if generation <= table.generation:
         return table
     kept = {key: held for key, held in table.shards.items() if held.sealed or held.is_being_rebuilt}
-    return _checked(table, _retain_only(replace(table, generation=generation, granted={}), kept))
+    return _checked(table, _retain_only(table, kept, generation=generation, granted={}))
 
 
 def fence(table: SnapshotTable, generation: int) -> SnapshotTable:
@@ -182,7 +183,7 @@ def begin(
 
 def has_buffer(table: SnapshotTable, rank: int, nbytes: int) -> bool:
     """Whether a rank's shard is given a free buffer, so that no memory is needed for it."""
-    return bool(_fitting(_without_grant(table, rank), nbytes))
+    return bool(_fitting(table.free, _without_grant(table, rank).granted, nbytes))
 
 
 def adopt(
@@ -204,7 +205,8 @@ def adopt(
 
 def complete_adoption(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
     """Mark an adopted shard complete, in whatever generation; free it if it is too old by now."""
-    return _without_older(_checked(table, _sealed(table, (snapshot, rank))), table.committed)
+    complete = _checked(table, _sealed(table, (snapshot, rank)))
+    return _checked(complete, _without_older(complete, table.committed))
 
 
 def seal(
@@ -272,7 +274,7 @@ def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     after it is freed too: nobody resumes from that any more.
     """
     if snapshot < table.committed or snapshot.generation >= table.generation:
-        return _with_grants(_without_older(table, snapshot), snapshot)
+        return _checked(table, _with_grants(_without_older(table, snapshot), snapshot))
     left_behind = {
         key
         for key, held in table.shards.items()
@@ -280,8 +282,8 @@ def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
         if held.sealed and not held.is_being_rebuilt and key[0] not in table.pinned
     }
     kept = {key: held for key, held in table.shards.items() if key not in left_behind}
-    after = _checked(table, _retain_only(table, kept), discarded=left_behind)
-    return _without_older(after, snapshot)
+    after = _without_older(_retain_only(table, kept), snapshot)
+    return _checked(table, after, discarded=left_behind)
 
 
 def _without_older(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
@@ -291,25 +293,23 @@ def _without_older(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
         for key, held in table.shards.items()
         if key[0] >= committed or key[0] in table.pinned or held.is_being_rebuilt
     }
-    after = _retain_only(replace(table, committed=committed), kept)
-    if not after.pinned:
-        after = _without_surplus(after)
-    return _checked(table, after)
+    after = _retain_only(table, kept, committed=committed)
+    return after if after.pinned else _without_surplus(after)
 
 
 def _with_grants(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Grant a buffer to each rank whose newest shard in the generation is of this snapshot."""
     if snapshot.generation != table.generation:
         return table
-    after = table
+    granted = dict(table.granted)
     going_on = {rank for of, rank in table.shards if of > snapshot} | table.granted.keys()
     for (of, rank), held in table.shards.items():
         if of == snapshot and held.sealed and not held.adopted and rank not in going_on:
             # The rank's next shard is as large as its last one, nearly always.
-            fitting = _fitting(after, held.capacity)
+            fitting = _fitting(table.free, granted, held.capacity)
             if fitting:
-                after = replace(after, granted={**after.granted, rank: min(fitting)[1]})
-    return _checked(table, after)
+                granted[rank] = min(fitting)[1]
+    return replace(table, granted=granted)
 
 
 def pin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
@@ -333,7 +333,7 @@ def unpin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
         for name, count in table.pinned.items()
         if name != snapshot or count > 1
     }
-    return _without_older(replace(table, pinned=pinned), table.committed)
+    return _checked(table, _without_older(replace(table, pinned=pinned), table.committed))
 
 
 def check_table(table: SnapshotTable) -> None:
@@ -477,7 +477,7 @@ def _assign_buffer(
 def _choose_buffer(
     table: SnapshotTable, key: ShardKey, nbytes: int, available_nbytes: int, *, adopted: bool
 ) -> tuple[SnapshotTable, ShardBuffer]:
-    fitting = _fitting(table, nbytes)
+    fitting = _fitting(table.free, table.granted, nbytes)
     if fitting:
         capacity, buffer = min(fitting)
         free = {b: c for b, c in table.free.items() if b != buffer}
@@ -497,13 +497,15 @@ def _choose_buffer(
     return replace(table, free=free, shards=shards, next_buffer=table.next_buffer + 1), held
 
 
-def _fitting(table: SnapshotTable, nbytes: int) -> list[tuple[int, int]]:
+def _fitting(
+    free: Mapping[int, int], granted: Mapping[int, int], nbytes: int
+) -> list[tuple[int, int]]:
     """Return the capacities and numbers of the free buffers that are given to a shard."""
-    granted = table.granted.values()
     return [
         (capacity, buffer)
-        for buffer, capacity in table.free.items()
-        if nbytes <= capacity <= 2 * nbytes + _MAX_UNUSED_NBYTES and buffer not in granted
+        for buffer, capacity in free.items()
+        if nbytes <= capacity <= 2 * nbytes + _MAX_UNUSED_NBYTES
+        if buffer not in granted.values()
     ]
 
 
@@ -514,7 +516,8 @@ def _without_grant(table: SnapshotTable, rank: int) -> SnapshotTable:
 
 
 def _retain_only(
-    table: SnapshotTable, kept: Mapping[tuple[SnapshotId, int], ShardBuffer]
+    table: SnapshotTable, kept: Mapping[tuple[SnapshotId, int], ShardBuffer], **changes: Any
 ) -> SnapshotTable:
+    """Free the shards that are not kept, and change other fields."""
     freed = {held.buffer: held.capacity for key, held in table.shards.items() if key not in kept}
-    return replace(table, shards=dict(kept), free={**table.free, **freed})
+    return replace(table, shards=dict(kept), free={**table.free, **freed}, **changes)

@@ -375,7 +375,9 @@ def _map_parallel(
     act: Callable[[_Item], _Result], items: Sequence[_Item], threads: int | None = None
 ) -> list[_Result]:
     """Apply a function to all items on several threads; after a failure no further item starts."""
-    with ThreadPoolExecutor(threads or PARALLEL_WRITES) as pool:
+    if len(items) < 2:
+        return [act(item) for item in items]
+    with ThreadPoolExecutor(min(threads or PARALLEL_WRITES, len(items))) as pool:
         futures = [pool.submit(act, item) for item in items]
         done, pending = wait(futures, return_when=FIRST_EXCEPTION)
         for future in pending:
