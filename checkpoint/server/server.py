@@ -13,6 +13,7 @@ of the control connection closes. The messages are in `keepstep.checkpoint.memor
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import socket
@@ -165,6 +166,8 @@ def main() -> None:
         limits=RateLimits(options.exchange_limit, options.storage_limit),
     )
     control = socket.socket(fileno=options.control)
+    # What has been imported stays: no garbage collection has to look at it again.
+    gc.freeze()
     SnapshotServer(config, Identity(options.node, secret), control).run()
 
 

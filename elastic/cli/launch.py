@@ -7,6 +7,7 @@ converts the job's result to an exit status.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -74,6 +75,8 @@ def launch(**options: Any) -> int:
         parse_rate("--storage-limit", options["storage_limit"]),
     )
     allow_all_descriptors()
+    # What has been imported stays: no garbage collection has to look at it again.
+    gc.freeze()
     return asyncio.run(_launch(options, command, policy, workers, limits))
 
 
