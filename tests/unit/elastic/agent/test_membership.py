@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,18 @@ from keepstep.elastic.errors import (
     UsageError,
 )
 from keepstep.elastic.rendezvous.actions import Open, Publish
+from keepstep.elastic.rendezvous.decide import decide
 from keepstep.elastic.rendezvous.decision import Decision, LeaderState
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
-from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
+    Generation,
+    NodePhase,
+    NodeRecord,
+    NodeReport,
+    Result,
+)
 from keepstep.elastic.rendezvous.view import Keys, from_listing
 from keepstep.elastic.store.contract import (
     Change,
@@ -704,5 +713,68 @@ def test_follower_that_missed_a_generation_whose_members_are_removed_reads_anew(
             await store.commit((), tuple(Put(item.key, item.value) for item in listing.items))
             view = await follower._reader.followed(follower.view)
             assert view.generation == leader.view.generation
+
+    asyncio.run(scenario())
+
+
+def test_leader_decides_nothing_about_snapshots_that_only_their_record_is_left_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It decided after each step, to write nothing; the coordinator is told of one in 5 s."""
+    decisions = 0
+
+    def counted(*arguments: Any) -> Decision:
+        nonlocal decisions
+        decisions += 1
+        return decide(*arguments)
+
+    monkeypatch.setattr("keepstep.elastic.agent.membership.decide", counted)
+
+    async def scenario() -> None:
+        store, changed = MemoryStore(), asyncio.Event()
+        announced: list[CommitAnnouncement] = []
+        membership = Membership(
+            store, "job", POLICY, RECORD, 30.0, changed.set, publish_nothing, None, announced.append
+        )
+        await membership.join()
+        running = asyncio.create_task(membership.run())
+
+        async def until(condition: Callable[[], bool]) -> None:
+            while not condition():  # noqa: ASYNC110 - conditions of any kind
+                await asyncio.sleep(0)
+
+        def report(step: int) -> None:
+            membership.receive_report(
+                NodeReport("a", membership.record.lease, 1, RECORD.server, step, (at(step),))
+            )
+
+        def at(step: int) -> SnapshotId:
+            return SnapshotId(1, step)
+
+        def committed() -> SnapshotId | None:
+            commit = membership.view.snapshot
+            return None if commit is None else commit.snapshot
+
+        async with asyncio.timeout(patient(30)):
+            await until(lambda: membership.view.generation is not None)
+            membership.update(phase=NodePhase.RUNNING, generation=1)
+            await until(lambda: membership.view.nodes["a"].record.phase is NodePhase.RUNNING)
+            report(1)
+            await until(lambda: committed() == at(1))
+            report(2)
+            await until(lambda: membership._decides_at_s is not None)
+            before = decisions
+            for step in range(3, 12):
+                report(step)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            assert [found.snapshot for found in announced] == [at(step) for step in range(1, 12)]
+            assert decisions == before
+            assert committed() == at(1)
+            # What a node's record says is decided upon at once.
+            membership.update(finishing=True)
+            await until(lambda: committed() == at(11))
+        running.cancel()
+        await asyncio.wait([running])
 
     asyncio.run(scenario())
