@@ -107,11 +107,11 @@ class SnapshotClient:
                 memory is short, or the server is gone.
         """
         self._granted = None
-        arena = self._arenas.get(granted) if granted is not None else None
-        if arena is not None and arena.nbytes >= nbytes and not discard_uncommitted:
-            assert granted is not None
-            self._granted = granted
-            return granted, arena
+        if granted in self._arenas and not discard_uncommitted:
+            arena = self._arenas[granted]
+            if arena.nbytes >= nbytes:
+                self._granted = granted
+                return granted, arena
         begun = self._ask(
             Begin(
                 snapshot=snapshot,

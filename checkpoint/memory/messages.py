@@ -420,7 +420,7 @@ class Verify(Message, frozen=True, kw_only=True):
 
 
 class CommitSnapshot(Message, frozen=True, kw_only=True):
-    """Frees everything older than a snapshot, which is the one to resume from."""
+    """Frees everything older than a snapshot, which is the one to resume from; grants buffers."""
 
     snapshot: SnapshotId
 

@@ -17,7 +17,8 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
 Every function that returns a changed table checks the invariants (`check_table`, `check_change`)
 and raises `SnapshotInvariantViolated` instead of returning a table that breaks one:
 - A buffer belongs to one shard, or is free.
-- A granted buffer is free, and granted to one rank; no other rank's shard is put there.
+- A granted buffer is free, and granted to one rank: until that seals or begins a shard, or the
+  generation ends.
 - A rank has one sealed snapshot of the current generation that is not committed, at most.
 - A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer
   unless it is discarded by name; so does a shard that is being rebuilt.
@@ -178,7 +179,7 @@ def begin(
         left = {key: held for key, held in table.shards.items() if key not in given_up}
         kept = _retain_only(kept, left)
     after, held = _assign_buffer(kept, (snapshot, rank), nbytes, available_nbytes, adopted=False)
-    return _checked(table, after, discarded=uncommitted), held
+    return _checked(table, after, discarded=uncommitted, beginning=rank), held
 
 
 def has_buffer(table: SnapshotTable, rank: int, nbytes: int) -> bool:
@@ -225,25 +226,21 @@ def seal(
             a buffer that is granted to the rank.
     """
     _check_not_fenced(table, snapshot, rank)
-    key = snapshot, rank
-    before = table
-    if granted is not None and table.granted.get(rank) == granted and key not in table.shards:
-        held = ShardBuffer(granted, table.free[granted])
+    held = table.shards.get((snapshot, rank))
+    is_begun = held is not None and not held.sealed and granted is None
+    is_granted = held is None and granted is not None and table.granted.get(rank) == granted
+    if snapshot.generation != table.generation or not (is_begun or is_granted):
+        raise SnapshotUnavailable(
+            f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
+            f"it was not begun, or generation {table.generation} has replaced its own"
+        )
+    after = table
+    if granted is not None:
         free = {b: c for b, c in table.free.items() if b != granted}
-        shards = {**table.shards, key: held}
-        table = replace(_without_grant(table, rank), free=free, shards=shards)
-    elif granted is not None or key not in table.shards or table.shards[key].sealed:
-        raise _not_begun(table, snapshot, rank)
-    if snapshot.generation != table.generation:
-        raise _not_begun(table, snapshot, rank)
-    return _checked(before, _sealed(table, key))
-
-
-def _not_begun(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotUnavailable:
-    return SnapshotUnavailable(
-        f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
-        f"it was not begun, or generation {table.generation} has replaced its own"
-    )
+        held = ShardBuffer(granted, table.free[granted])
+        shards = {**table.shards, (snapshot, rank): held}
+        after = replace(_without_grant(table, rank), free=free, shards=shards)
+    return _checked(table, _sealed(after, (snapshot, rank)))
 
 
 def abandon(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -274,7 +271,8 @@ def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     after it is freed too: nobody resumes from that any more.
     """
     if snapshot < table.committed or snapshot.generation >= table.generation:
-        return _checked(table, _with_grants(_without_older(table, snapshot), snapshot))
+        after = _without_older(table, snapshot)
+        return _checked(table, _with_grants(after, snapshot, _last_buffers(table, snapshot)))
     left_behind = {
         key
         for key, held in table.shards.items()
@@ -297,18 +295,37 @@ def _without_older(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     return after if after.pinned else _without_surplus(after)
 
 
-def _with_grants(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
-    """Grant a buffer to each rank whose newest shard in the generation is of this snapshot."""
+def _last_buffers(table: SnapshotTable, snapshot: SnapshotId) -> dict[int, int]:
+    """Return the buffers of ranks' shards of the generation that are older than a snapshot."""
+    return {
+        rank: held.buffer
+        for (of, rank), held in table.shards.items()
+        if of.generation == table.generation and of < snapshot and not held.adopted
+    }
+
+
+def _with_grants(
+    table: SnapshotTable, snapshot: SnapshotId, last: Mapping[int, int]
+) -> SnapshotTable:
+    """Grant a buffer to each rank whose newest shard in the generation is of this snapshot.
+
+    A rank is granted its `last` buffer, which it has mapped, if that is free.
+    """
     if snapshot.generation != table.generation:
         return table
     granted = dict(table.granted)
     going_on = {rank for of, rank in table.shards if of > snapshot} | table.granted.keys()
-    for (of, rank), held in table.shards.items():
-        if of == snapshot and held.sealed and not held.adopted and rank not in going_on:
-            # The rank's next shard is as large as its last one, nearly always.
-            fitting = _fitting(table.free, granted, held.capacity)
-            if fitting:
-                granted[rank] = min(fitting)[1]
+    committed = {
+        rank: held.capacity
+        for (of, rank), held in table.shards.items()
+        if of == snapshot and held.sealed and not held.adopted and rank not in going_on
+    }
+    free = table.free.keys() - granted.values()
+    granted.update({rank: last[rank] for rank in committed if last.get(rank) in free})
+    for rank in sorted(committed.keys() - granted.keys()):
+        # The rank's next shard is as large as its last one, nearly always.
+        if fitting := _fitting(table.free, granted, committed[rank]):
+            granted[rank] = min(fitting)[1]
     return replace(table, granted=granted)
 
 
@@ -372,7 +389,10 @@ def check_table(table: SnapshotTable) -> None:
 
 
 def check_change(
-    before: SnapshotTable, after: SnapshotTable, discarded: Collection[ShardKey] = ()
+    before: SnapshotTable,
+    after: SnapshotTable,
+    discarded: Collection[ShardKey] = (),
+    beginning: int | None = None,
 ) -> None:
     """Check that a change keeps what has to be kept.
 
@@ -380,10 +400,11 @@ def check_change(
         before: the table as it was.
         after: the table as it would be.
         discarded: shards that are forgotten on purpose.
+        beginning: the rank that begins a shard, and gives up what it was granted.
 
     Raises:
         SnapshotInvariantViolated: a sealed shard, or one that is being rebuilt, would be lost or
-            moved, a granted buffer would go to another rank, or a count would sink.
+            moved, a granted buffer would be taken away, or a count would sink.
     """
     if (after.generation, after.committed) != (
         max(before.generation, after.generation),
@@ -393,12 +414,14 @@ def check_change(
             "a table's generation and committed snapshot never go back",
             f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
         )
-    granted = {buffer: rank for rank, buffer in before.granted.items()}
-    for (_, rank), held in after.shards.items():
-        if granted.get(held.buffer, rank) != rank and before.generation == after.generation:
+    for rank, buffer in before.granted.items() if before.generation == after.generation else ():
+        is_sealed = any(
+            key[1] == rank and held.buffer == buffer for key, held in after.shards.items()
+        )
+        if after.granted.get(rank) != buffer and not is_sealed and rank != beginning:
             raise SnapshotInvariantViolated(
-                "a granted buffer is given to no other rank",
-                f"buffer {held.buffer}, granted to rank {granted[held.buffer]}, is rank {rank}'s",
+                "a granted buffer stays its rank's until that seals or begins a shard",
+                f"buffer {buffer} was granted to rank {rank}, and {dict(after.granted)} are now",
             )
     for key, held in before.shards.items():
         found = after.shards.get(key)
@@ -427,10 +450,13 @@ def _check_not_fenced(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> 
 
 
 def _checked(
-    before: SnapshotTable, after: SnapshotTable, discarded: Collection[ShardKey] = ()
+    before: SnapshotTable,
+    after: SnapshotTable,
+    discarded: Collection[ShardKey] = (),
+    beginning: int | None = None,
 ) -> SnapshotTable:
     check_table(after)
-    check_change(before, after, discarded)
+    check_change(before, after, discarded, beginning)
     return after
 
 

@@ -148,7 +148,7 @@ class ClientSession:
                 self._client.send(reply, [payload])
 
     def _begin(self, request: Begin) -> None:
-        granted = self._memory.begin(
+        given = self._memory.begin(
             request.snapshot,
             request.rank,
             request.nbytes,
@@ -157,8 +157,8 @@ class ClientSession:
         )
         self._unsealed.add((request.snapshot, request.rank))
         self._send_with_descriptor(
-            Begun(buffer=granted.buffer, capacity=granted.capacity, dropped=granted.dropped),
-            granted.descriptor,
+            Begun(buffer=given.buffer, capacity=given.capacity, dropped=given.dropped),
+            given.descriptor,
         )
 
     def _send_with_descriptor(self, reply: ServerReply, descriptor: int | None) -> None:

@@ -167,6 +167,7 @@ def main() -> None:
     )
     control = socket.socket(fileno=options.control)
     # What has been imported stays: no garbage collection has to look at it again.
+    gc.collect()
     gc.freeze()
     SnapshotServer(config, Identity(options.node, secret), control).run()
 

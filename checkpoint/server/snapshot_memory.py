@@ -37,7 +37,7 @@ Taken = TypeVar("Taken")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantedBuffer:
+class GivenBuffer:
     """A buffer that a writer was given.
 
     `descriptor` is a duplicate that the receiver closes; None if the writer has mapped the buffer
@@ -144,7 +144,7 @@ class SnapshotMemory:
         mapped: Sequence[int],
         *,
         discard_uncommitted: bool,
-    ) -> GrantedBuffer:
+    ) -> GivenBuffer:
         """Give a rank a buffer for a snapshot; `mapped` are the buffers that it has mapped.
 
         Waits a while if memory is short.
@@ -153,7 +153,7 @@ class SnapshotMemory:
             SnapshotUnavailable: see `snapshot_table.begin`.
         """
 
-        def take(left_nbytes: Callable[[], int]) -> GrantedBuffer:
+        def take(left_nbytes: Callable[[], int]) -> GivenBuffer:
             has_buffer = snapshot_table.has_buffer(self._table, rank, nbytes)
             self._table, shard = snapshot_table.begin(
                 self._table,
@@ -167,7 +167,7 @@ class SnapshotMemory:
             # If it is taken once more, what was known of the rank's first copy holds no longer.
             is_retaken = self._shards.pop((snapshot, rank), None) is not None
             self._release_unused(retaken=snapshot if is_retaken else None)
-            return GrantedBuffer(
+            return GivenBuffer(
                 buffer=shard.buffer,
                 capacity=shard.capacity,
                 descriptor=None if shard.buffer in mapped else os.dup(arena.descriptor),
@@ -222,7 +222,7 @@ class SnapshotMemory:
         self._update(lambda table: snapshot_table.discard(table, snapshot))
 
     def commit(self, snapshot: SnapshotId) -> None:
-        """Free everything older than a snapshot, unless it is pinned."""
+        """Free everything older than a snapshot, unless it is pinned; grant ranks buffers."""
         self._update(lambda table: snapshot_table.commit(table, snapshot))
 
     def pin(self, snapshot: SnapshotId) -> None:

@@ -133,6 +133,9 @@ class NodeSnapshots:
         """Tell the server and the workers that a snapshot is committed."""
         self._committed = snapshot
         granted = await self.server.commit(snapshot)
+        if snapshot.generation != self._node.worker_group.generation:
+            # What an older generation's snapshot has granted, if anything, is not this one's.
+            granted = {}
         await self._node.worker_group.broadcast(
             SnapshotCommitted(step=snapshot.step, granted=granted)
         )

@@ -75,8 +75,6 @@ def launch(**options: Any) -> int:
         parse_rate("--storage-limit", options["storage_limit"]),
     )
     allow_all_descriptors()
-    # What has been imported stays: no garbage collection has to look at it again.
-    gc.freeze()
     return asyncio.run(_launch(options, command, policy, workers, limits))
 
 
@@ -225,6 +223,9 @@ async def _launch(
         # process, which imports PyTorch meanwhile.
         from keepstep.elastic.cli.node import NodeStart, run_node
 
+        # What has been imported stays: no garbage collection has to look at it again.
+        gc.collect()
+        gc.freeze()
         start = NodeStart(
             options=options,
             command=command,

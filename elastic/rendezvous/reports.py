@@ -1,7 +1,7 @@
 """Keeps the newest report of each node, and counts which snapshots all members protect.
 
 A report costs the same at any number of nodes: at every snapshot the leader receives one of each
-node, and decides, which costs time linear in nodes, once the last one has come.
+node, and looks at all of them, which costs time linear in nodes, once the last one has come.
 """
 
 from __future__ import annotations

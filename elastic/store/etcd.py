@@ -108,7 +108,6 @@ class _WatchRefused(Exception):
 class _Endpoint:
     address: str
     channel: Any
-    keep_alive: Any
     auth: Any
     kv: Any
     lease: Any
@@ -186,8 +185,20 @@ class EtcdStore:
 
     async def renew(self, lease: int) -> float:
         """See `Store.renew`."""
-        request = rpc_pb2.LeaseKeepAliveRequest(ID=lease)
-        reply = await self._call(lambda endpoint: endpoint.keep_alive(request, **self._options()))
+
+        async def renew_once(endpoint: _Endpoint) -> Any:
+            # Requests that are iterated over are sent by a task, which can outlive the call.
+            call = endpoint.lease.LeaseKeepAlive(**self._options())
+            try:
+                await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=lease))
+                reply = await call.read()
+            finally:
+                call.cancel()
+            if reply is grpc.aio.EOF:
+                raise StoreUnavailable("the stream ended")
+            return reply
+
+        reply = await self._call(renew_once)
         if reply.TTL <= 0:
             raise LeaseLost(f"lease {lease:x} has ended")
         return float(reply.TTL)
@@ -380,14 +391,9 @@ def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
         channel = grpc.aio.secure_channel(address, channel_credentials, options=options)
     else:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    # A stream of one request and its reply is a plain call, with a third of a stream's events.
-    keep_alive = channel.unary_unary(
-        "/etcdserverpb.Lease/LeaseKeepAlive",
-        request_serializer=rpc_pb2.LeaseKeepAliveRequest.SerializeToString,
-        response_deserializer=rpc_pb2.LeaseKeepAliveResponse.FromString,
+    return _Endpoint(
+        address, channel, *(stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub))
     )
-    stubs = (stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub))
-    return _Endpoint(address, channel, keep_alive, *stubs)
 
 
 def _end_if_cancelled() -> None:

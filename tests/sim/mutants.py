@@ -518,6 +518,17 @@ def gives_out_a_buffer_that_is_granted_to_another_rank(patch: pytest.MonkeyPatch
     patch.setattr(snapshot_table, "_choose_buffer", wrong)
 
 
+def releases_a_buffer_that_is_granted(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table._without_surplus
+
+    def wrong(table: SnapshotTable) -> SnapshotTable:
+        after = right(replace(table, granted={}))
+        left = {rank: buffer for rank, buffer in table.granted.items() if buffer in after.free}
+        return replace(after, granted=left)
+
+    patch.setattr(snapshot_table, "_without_surplus", wrong)
+
+
 def gives_out_a_buffer_that_is_too_small(patch: pytest.MonkeyPatch) -> None:
     right = snapshot_table._choose_buffer
 
@@ -682,6 +693,7 @@ MUTANTS: dict[str, Patch] = {
             begins_before_the_last_one_is_committed,
             gives_out_a_buffer_that_is_in_use,
             gives_out_a_buffer_that_is_granted_to_another_rank,
+            releases_a_buffer_that_is_granted,
             gives_out_a_buffer_that_is_too_small,
             frees_what_is_being_stored,
             seals_in_a_generation_that_is_over,
@@ -705,6 +717,7 @@ MUTANTS: dict[str, Patch] = {
 NOTICING_SEEDS = {
     "frees_what_it_is_asked_to_store": 443,
     "removes_a_job_that_somebody_has_joined": 256,
+    "releases_a_buffer_that_is_granted": 146,
     "leader_does_not_depend_on_the_snapshot": 137,
     "believes_reports_of_servers_that_died": 106,
     "leader_does_not_depend_on_the_request_to_store": 78,

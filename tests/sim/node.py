@@ -398,16 +398,24 @@ class Node:
     def receive_report(self, report: NodeReport) -> None:
         """Keep a report, and announce what it completes, as `Membership.receive_report`."""
         self.reports.receive(report)
-        self.decided_at_revision = 0
-        if self._leads:
-            self._announce()
+        generation = self.view.generation
+        if not self._leads or generation is None or not self.reports.completes(report, generation):
+            return
+        announced = self._announce()
+        now_s, again_at_s = self.simulation.now_s, self.decide_again_at_s
+        again_in_s = None if again_at_s is None else again_at_s - now_s
+        view = with_reports(self.view, self.reports.newest)
+        if announced is None or commits.needs_decision(view, announced, now_s, again_in_s):
+            self.decided_at_revision = 0
 
-    def _announce(self) -> None:
+    def _announce(self) -> SnapshotId | None:
         view = with_reports(self.view, self.reports.newest)
         found = self.announcements.next(view, self.reports, self.simulation.now_s)
-        if found is not None:
-            self.receive_announcement(found)
-            self.simulation.announce(found, self)
+        if found is None:
+            return None
+        self.receive_announcement(found)
+        self.simulation.announce(found, self)
+        return found.snapshot
 
     def receive_announcement(self, announcement: CommitAnnouncement) -> None:
         """Keep the newest announcement, as `Participation._receive_announcement`."""

@@ -32,6 +32,7 @@ from keepstep.checkpoint.memory.messages import (
     EndPersist,
     Holdings,
     ListHoldings,
+    Persisted,
     PersistPart,
     PersistTask,
     RankHolder,
@@ -355,6 +356,8 @@ def test_a_rank_asks_for_no_buffer_that_a_commit_has_granted(
                 server.ask(PersistPart(task=task, part=0))
             granted[step] = server.commit(snapshot).granted.get(0)
             if step == 6:
+                # Its writer has let go of it, too.
+                server.wait_for_event(Persisted)
                 server.ask(EndPersist(attempt="1-a"))
             mapped.append(len(client._arenas))
             reader = SnapshotClient(server.local, SECRET)

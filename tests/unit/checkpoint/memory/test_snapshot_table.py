@@ -233,6 +233,30 @@ def test_a_commit_grants_each_rank_a_free_buffer_for_its_next_shard() -> None:
     assert commit(table, SnapshotId(1, 3)).granted.keys() == {0, 1}
 
 
+@given(st.lists(st.permutations([0, 1, 2, 3]), min_size=4, max_size=12))
+def test_a_rank_is_granted_its_own_older_buffer_in_whatever_order_ranks_seal(
+    orders: list[list[int]],
+) -> None:
+    """It has mapped it, and a worker with a GPU has page-locked it."""
+    table = open_generation(SnapshotTable(), 1)
+    used: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    for step, order in enumerate(orders):
+        snapshot = SnapshotId(1, step)
+        for rank in order:
+            granted = table.granted.get(rank)
+            assert (granted is None) == (step < 2)
+            if granted is None:
+                table, held = begin(table, snapshot, rank, 100 + 50 * rank, PLENTY)
+                granted = held.buffer
+                table = seal(table, snapshot, rank)
+            else:
+                table = seal(table, snapshot, rank, granted=granted)
+            used[rank].append(granted)
+        table = commit(table, snapshot)
+    for buffers in used.values():
+        assert buffers == [buffers[step % 2] for step in range(len(orders))]
+
+
 def test_nothing_is_granted_where_no_buffer_is_free_or_no_shard_is_committed() -> None:
     table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
     assert table.granted == {}, "the rank has one buffer yet"
@@ -300,10 +324,10 @@ def test_tables_that_break_a_grant_are_refused() -> None:
     for broken in (replace(table, granted={0: 1, 1: 1}), replace(table, free=free)):
         with pytest.raises(SnapshotInvariantViolated, match="granted to one rank"):
             check_table(broken)
-    given = ShardBuffer(table.granted[0], 100)
-    taken_away = replace(table, free=free, granted={}, shards={(SnapshotId(1, 3), 1): given})
-    with pytest.raises(SnapshotInvariantViolated, match="given to no other rank"):
-        check_change(table, taken_away)
+    for left in ({}, {0: table.granted[0]}, {0: table.granted[1], 1: table.granted[0]}):
+        with pytest.raises(SnapshotInvariantViolated, match="stays its rank's"):
+            check_change(table, replace(table, granted=left))
+    check_change(table, replace(table, granted={0: table.granted[0]}), beginning=1)
     check_change(table, open_generation(table, 2))
 
 

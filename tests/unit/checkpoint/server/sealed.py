@@ -62,9 +62,9 @@ def seal_bytes(
     encoded = json.dumps([entry.to_json() for entry in entries])
     index = encode_index(len(content), encoded, {})
     nbytes = len(content) + len(index)
-    granted = memory.begin(snapshot, rank, nbytes, (), discard_uncommitted=False)
-    assert granted.descriptor is not None
-    arena = Arena.map(granted.descriptor, granted.capacity, writable=True)
+    given = memory.begin(snapshot, rank, nbytes, (), discard_uncommitted=False)
+    assert given.descriptor is not None
+    arena = Arena.map(given.descriptor, given.capacity, writable=True)
     arena.buffer[:nbytes] = content + index
     arena.close()
     memory.seal(snapshot, rank, len(content), len(index))

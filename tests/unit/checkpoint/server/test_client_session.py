@@ -136,9 +136,9 @@ def test_of_ranks_that_seal_at_the_same_time_one_completes_the_snapshot() -> Non
     """Else it would be protected once for each of them."""
     memory = open_memory()
     for rank in (0, 1):
-        granted = memory.begin(SNAPSHOT, rank, 100, (), discard_uncommitted=False)
-        assert granted.descriptor is not None
-        os.close(granted.descriptor)
+        given = memory.begin(SNAPSHOT, rank, 100, (), discard_uncommitted=False)
+        assert given.descriptor is not None
+        os.close(given.descriptor)
     sealed: list[frozenset[int]] = []
 
     class SealingClient(Client):

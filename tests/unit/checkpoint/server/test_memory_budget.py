@@ -57,9 +57,9 @@ class SlowlyFreed:
 
 
 def begin(memory: SnapshotMemory) -> None:
-    granted = memory.begin(SnapshotId(2, 1), 0, MIB, (), discard_uncommitted=False)
-    assert granted.descriptor is not None
-    os.close(granted.descriptor)
+    given = memory.begin(SnapshotId(2, 1), 0, MIB, (), discard_uncommitted=False)
+    assert given.descriptor is not None
+    os.close(given.descriptor)
 
 
 def adopt(memory: SnapshotMemory, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -168,10 +168,10 @@ def test_system_is_not_asked_for_memory_that_a_snapshot_does_not_need() -> None:
     buffers = []
     for step in (1, 2, 3):
         snapshot = SnapshotId(1, step)
-        granted = memory.begin(snapshot, 0, MIB, (), discard_uncommitted=False)
-        assert granted.descriptor is not None
-        os.close(granted.descriptor)
-        buffers.append(granted.buffer)
+        given = memory.begin(snapshot, 0, MIB, (), discard_uncommitted=False)
+        assert given.descriptor is not None
+        os.close(given.descriptor)
+        buffers.append(given.buffer)
         memory.seal(snapshot, 0, 0, 0)
         memory.commit(snapshot)
     memory.close()

@@ -17,8 +17,8 @@ def test_nothing_of_the_first_copy_is_served_while_the_second_one_is_written() -
     memory = open_memory(on_retained=retained.append)
     seal(memory, STEP, 0, {"w": 1}, commit=False)
     assert memory.held_ranks(STEP) == (0,)
-    granted = memory.begin(STEP, 0, 8192, (), discard_uncommitted=True)
-    assert granted.descriptor is not None
+    given = memory.begin(STEP, 0, 8192, (), discard_uncommitted=True)
+    assert given.descriptor is not None
     assert memory.held_ranks(STEP) == ()
     with pytest.raises(SnapshotUnavailable, match="not held here"):
         memory.open_shard(STEP, 0)
