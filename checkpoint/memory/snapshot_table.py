@@ -415,10 +415,9 @@ def check_change(
             f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
         )
     for rank, buffer in before.granted.items() if before.generation == after.generation else ():
-        is_sealed = any(
-            key[1] == rank and held.buffer == buffer for key, held in after.shards.items()
-        )
-        if after.granted.get(rank) != buffer and not is_sealed and rank != beginning:
+        if after.granted.get(rank) == buffer or rank == beginning:
+            continue
+        if (rank, buffer) not in {(key[1], held.buffer) for key, held in after.shards.items()}:
             raise SnapshotInvariantViolated(
                 "a granted buffer stays its rank's until that seals or begins a shard",
                 f"buffer {buffer} was granted to rank {rank}, and {dict(after.granted)} are now",

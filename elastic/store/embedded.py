@@ -206,6 +206,8 @@ def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[st
         "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
         # Every commit leaves a revision: without compaction the quota is reached one day.
         "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
+        # Nothing is kept beyond the process: it need not be written ten times a second.
+        "--backend-batch-interval", "1s",
         "--client-cert-auth", "--trusted-ca-file", authority,
         "--cert-file", certificate, "--key-file", key,
         "--peer-client-cert-auth", "--peer-trusted-ca-file", authority,
