@@ -61,6 +61,9 @@ class BlockingSocket:
         self.peer = peer
         self.sending = WaitLimits()
         self.receiving = WaitLimits()
+        self._is_readable, self._is_writable = select.poll(), select.poll()
+        self._is_readable.register(connection, select.POLLIN)
+        self._is_writable.register(connection, select.POLLOUT)
 
     def receive_into(self, buffer: memoryview) -> int:
         """Receive at least one byte; return how many came, 0 at the connection's end."""
@@ -69,18 +72,22 @@ class BlockingSocket:
             try:
                 return self._socket.recv_into(buffer)
             except BlockingIOError:
-                self._wait(select.POLLIN, self.receiving)
+                self._wait(self._is_readable, self.receiving)
             except OSError as error:
                 raise ConnectionLost(f"{self.peer}: the connection broke: {error}") from error
 
     def receive_with_descriptors(self, buffer: memoryview) -> tuple[int, list[int]]:
-        """Receive as `receive_into` does, and the descriptors that ride on these bytes."""
+        """Receive as `receive_into` does, and the descriptors that ride on these bytes.
+
+        These are a frame's first, which nearly always are waited for: it looks only when they came.
+        """
         while True:
             self._check(self.receiving)
+            self._wait(self._is_readable, self.receiving)
             try:
                 return receive_descriptors(self._socket, buffer)
             except BlockingIOError:
-                self._wait(select.POLLIN, self.receiving)
+                continue
             except OSError as error:
                 raise ConnectionLost(f"{self.peer}: the connection broke: {error}") from error
 
@@ -92,7 +99,7 @@ class BlockingSocket:
             try:
                 sent = send_descriptor(self._socket, views, descriptor)
             except BlockingIOError:
-                self._wait(select.POLLOUT, self.sending)
+                self._wait(self._is_writable, self.sending)
                 continue
             except OSError as error:
                 raise ConnectionLost(f"{self.peer}: broke while sending: {error}") from error
@@ -106,7 +113,7 @@ class BlockingSocket:
             try:
                 sent = os.sendfile(self._socket.fileno(), descriptor, offset, count)
             except BlockingIOError:
-                self._wait(select.POLLOUT, self.sending)
+                self._wait(self._is_writable, self.sending)
                 continue
             except OSError as error:
                 raise ConnectionLost(f"{self.peer}: broke while sending: {error}") from error
@@ -136,9 +143,7 @@ class BlockingSocket:
         if limits.has_passed(time.monotonic()):
             raise PeerTimeout(f"{self.peer}: did not finish in time")
 
-    def _wait(self, event: int, limits: WaitLimits) -> None:
-        poll = select.poll()
-        poll.register(self._socket, event)
+    def _wait(self, poll: select.poll, limits: WaitLimits) -> None:
         if not poll.poll(limits.next_wait_ms(time.monotonic())):
             raise PeerTimeout(f"{self.peer}: no answer in time; is its host alive?")
 
