@@ -7,9 +7,10 @@ same bytes from storage, and ranks that want small pieces of the same chunk do n
 each (MegaScale, arXiv 2402.15627, restores replicas from one reader).
 
 In a round every rank offers pieces to others, accepts what it has room for, and sends what was
-accepted. So memory is bounded whatever the layouts are: a batch of `_BATCH_NBYTES`, and
-`_MESSAGE_NBYTES` each to send and to receive, or the size of one piece if that is larger. A piece
-has `UNIT_NBYTES` at most where cells are not larger. With NCCL alone, the same again on the device.
+accepted; what is small, as norms and biases are, is sent without. So memory is bounded whatever the
+layouts are: a batch of `_BATCH_NBYTES`, and `_MESSAGE_NBYTES` each to send and to receive, or the
+size of one piece if that is larger. A piece has `UNIT_NBYTES` at most where cells are not larger.
+With NCCL alone, the same again on the device.
 
 Every rank goes through the same rounds. A rank that fails in one goes on to take part: it says so
 in the next one, which is the last, and all ranks raise.
@@ -58,6 +59,9 @@ from keepstep.checkpoint.stored.urls import parse_url
 
 _BATCH_NBYTES = 128 * 2**20
 _MESSAGE_NBYTES = 64 * 2**20
+
+_UNASKED_NBYTES = 2**20
+"""What all ranks together offer to each other at most in a round that needs no acceptance."""
 
 # Chunks of small tensors that lie in so many bytes of one object have one reader.
 _GROUP_NBYTES = 4 * 2**20
@@ -219,12 +223,12 @@ class _Read:
 class _RoundRow(NamedTuple):
     """What a rank tells another one of a round.
 
-    It offers so many bytes to that one, has more to send to any, has failed, or lacks elements that
-    have not arrived. The rest is as in `RestoreTraffic`, of this rank alone.
+    It offers so many bytes to that one, and so many to all, has failed, or lacks elements that have
+    not arrived. The rest is as in `RestoreTraffic`, of this rank alone.
     """
 
     offered_nbytes: int
-    has_more: int
+    offered_to_all_nbytes: int
     has_failed: int
     is_lacking: int
     read_nbytes: int
@@ -362,6 +366,8 @@ class _Participant:
         )
         for item in self._fills:
             item.zero_rest()
+        self._receiving.of_size(_UNASKED_NBYTES)
+        self._byte_exchange.reserve(received_nbytes=_UNASKED_NBYTES)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -375,29 +381,35 @@ class _Participant:
         """
         nothing: dict[int, list[_Piece]] = {}
         offers = self._attempt(lambda: self._offer(number), nothing)
+        offered_nbytes = [_message_nbytes(offers.get(p, [])) for p in range(self._world_size)]
         told = exchange_numbers(
             [
                 _RoundRow(
-                    offered_nbytes=_message_nbytes(offers.get(peer, [])),
-                    has_more=bool(offers),
+                    offered_nbytes=nbytes,
+                    offered_to_all_nbytes=sum(offered_nbytes),
                     has_failed=self._error is not None,
                     is_lacking=any(self._missing),
                     read_nbytes=self._source.read_nbytes - self._read_before,
                     tensor_nbytes=self._tensor_nbytes,
                     sent_nbytes=self._sent_nbytes,
                 )
-                for peer in range(self._world_size)
+                for nbytes in offered_nbytes
             ]
         )
         rows = [_RoundRow(*row) for row in told]
-        if any(row.has_failed for row in rows) or not any(row.has_more for row in rows):
+        # The same on all ranks, as all that is decided by it.
+        total_nbytes = sum(row.offered_to_all_nbytes for row in rows)
+        if any(row.has_failed for row in rows) or not total_nbytes:
             return rows
-        received_nbytes = self._attempt(
-            lambda: self._accept(number, [row.offered_nbytes for row in rows]),
-            [0] * self._world_size,
-        )
-        answers = exchange_numbers([[nbytes] for nbytes in received_nbytes])
-        accepted = {peer: pieces for peer, pieces in offers.items() if answers[peer][0]}
+        received_nbytes = [row.offered_nbytes for row in rows]
+        accepted = offers
+        if total_nbytes > _UNASKED_NBYTES:
+            received_nbytes = self._attempt(
+                lambda: self._accept(number, [row.offered_nbytes for row in rows]),
+                [0] * self._world_size,
+            )
+            answers = exchange_numbers([[nbytes] for nbytes in received_nbytes])
+            accepted = {peer: pieces for peer, pieces in offers.items() if answers[peer][0]}
         sent_nbytes = [_message_nbytes(accepted.get(p, [])) for p in range(self._world_size)]
         sent = self._sending.of_size(sum(sent_nbytes))
         received = self._receiving.of_size(sum(received_nbytes))

@@ -64,7 +64,10 @@ class RecordingStorage(DictStorage):
 
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"UNIT_NBYTES": 128, "_BATCH_NBYTES": 300, "_MESSAGE_NBYTES": 200, "_GROUP_NBYTES": 64}
+    sizes = {
+        "UNIT_NBYTES": 128, "_BATCH_NBYTES": 300, "_MESSAGE_NBYTES": 200, "_GROUP_NBYTES": 64,
+        "_UNASKED_NBYTES": 0,
+    }  # fmt: skip
     for name, value in sizes.items():
         monkeypatch.setattr(shared_restore, name, value)
 
@@ -120,11 +123,16 @@ def saved(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> RecordingStorage:
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), small_nbytes=st.sampled_from([0, 24, 10**9]))
+@given(
+    data=st.data(),
+    small_nbytes=st.sampled_from([0, 24, 10**9]),
+    unasked_nbytes=st.sampled_from([0, 150, 2**20]),
+)
 def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
-    monkeypatch: pytest.MonkeyPatch, data: st.DataObject, small_nbytes: int
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject, small_nbytes: int, unasked_nbytes: int
 ) -> None:
     monkeypatch.setattr(shared_restore, "_small_read_nbytes", lambda url: small_nbytes)
+    monkeypatch.setattr(shared_restore, "_UNASKED_NBYTES", unasked_nbytes)
     stored = data.draw(tensors)
     storage = saved(monkeypatch, data.draw(layouts(stored)))
     layout = data.draw(layouts(stored))
@@ -199,10 +207,14 @@ def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
     assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
 
-@pytest.mark.parametrize("step", ["_groups", "_tell_readers", "_pack", "_unpack"])
+@pytest.mark.parametrize("unasked_nbytes", [0, 2**20])
+@pytest.mark.parametrize(
+    "step", ["_groups", "_tell_readers", "_prepare", "_accept", "_pack", "_unpack"]
+)
 def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
-    monkeypatch: pytest.MonkeyPatch, step: str
+    monkeypatch: pytest.MonkeyPatch, step: str, unasked_nbytes: int
 ) -> None:
+    monkeypatch.setattr(shared_restore, "_UNASKED_NBYTES", unasked_nbytes)
     tensor = Tensor("model/t0.weight", "float32", (64, 8))
     layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(3)]
     saved(monkeypatch, layout)
@@ -220,7 +232,10 @@ def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
     results = ranks.run(
         lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
     )
-    assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
+    if step == "_accept" and unasked_nbytes:
+        assert all(isinstance(result, RestoreTraffic) for result in results), "nobody asks"
+    else:
+        assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
 
 def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
