@@ -374,7 +374,7 @@ class _Participant:
             raise self._error
 
     def _take_part_in_round(self, number: int) -> list[_RoundRow] | None:
-        """Offer, accept and send once.
+        """Offer, accept if what is offered is not small, and send once.
 
         Returns:
             If it was the last round, which is so on all ranks alike, what each rank has told.

@@ -48,7 +48,7 @@ class WaitLimits:
 
 
 class BlockingSocket:
-    """One connected socket. Owns it: `close` closes it.
+    """One connected socket, each direction for one thread at a time. Owns it: `close` closes it.
 
     Every operation raises PeerTimeout when a limit is reached and ConnectionLost when the
     connection breaks. `interrupt` may be called from any thread.
