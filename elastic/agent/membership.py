@@ -86,7 +86,7 @@ from keepstep.elastic.store.outages import outlast_outage
 
 log = logging.getLogger("keepstep")
 
-_RENEWALS_PER_TTL = 3  # As etcd's own clients do.
+_RENEWALS_PER_TTL = 4
 _LEAVE_TIMEOUT_S = 10.0
 _PREDECESSOR_POLL_S = 0.2
 _UNKNOWN_WRITE_WAIT_S = 2.0

@@ -144,6 +144,9 @@ class BlockingSocket:
             raise PeerTimeout(f"{self.peer}: did not finish in time")
 
     def _wait(self, poll: select.poll, limits: WaitLimits) -> None:
+        if self._socket.fileno() < 0:
+            # The number that it polls may be another socket's by now.
+            raise ConnectionLost(f"{self.peer}: the connection was closed here")
         if not poll.poll(limits.next_wait_ms(time.monotonic())):
             raise PeerTimeout(f"{self.peer}: no answer in time; is its host alive?")
 

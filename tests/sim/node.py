@@ -379,6 +379,8 @@ class Node:
         if decision.action is not None:
             self.decided_at_revision = 0
             self._perform(view, decision.action)
+        else:
+            self._announce()
 
     def _check_holders(self, action: actions.Action) -> None:
         """What is not rebuilt must be with the servers that took it, as far as the leader knows."""
