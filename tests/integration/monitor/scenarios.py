@@ -183,16 +183,16 @@ def overtaken() -> None:
     """Rank 0 holds the GIL in C while its all-reduce continues in the backend's threads."""
     monitor.attach()
     dist.init_process_group("gloo")
-    first, second = torch.ones(4), torch.ones(4)  # Kept, as in `hang`.
-    dist.all_reduce(first)
+    # The only operation: a thread of gloo's that drops one before it might wait for the GIL.
+    tensor = torch.ones(4)
     if dist.get_rank() == 0:
-        handle = dist.all_reduce(second, async_op=True)
+        handle = dist.all_reduce(tensor, async_op=True)
         announce("called")
         ctypes.PyDLL(None).sleep(600)
         assert handle is not None
     else:
         wait()
-        dist.all_reduce(second)
+        dist.all_reduce(tensor)
         wait()
     os._exit(0)
 
