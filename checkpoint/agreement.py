@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from keepstep.checkpoint.collective import (
     are_so_on_any_rank,
     broadcast_bytes,
     broadcast_head,
+    exchange_beside_json,
     exchange_heads,
     on_group_device,
     rank,
@@ -264,24 +265,56 @@ def on_all_ranks_gathering(
             rank. A rank that failed in this way itself raises its own error.
     """
     own = _Outcome.of(lambda: (result := act(), share(result)))
-    told: dict[str, Json] = {}
+    outcomes = all_gather_json(_told(own))
+    _raise_if_any_failed(own.error, outcomes)
+    return own.get()[0], [outcome["shared"] for outcome in outcomes]
+
+
+def on_all_ranks_exchanging(
+    act: Callable[[], Result],
+    share: Callable[[Result], Json],
+    send: Callable[[Result], Sequence[memoryview]],
+) -> tuple[Result, list[Json], list[memoryview]]:
+    """Do as `on_all_ranks_gathering`, and send a few bytes to each rank beside what is shared.
+
+    Args:
+        act: the function to run.
+        share: returns the part of the result that every rank gets.
+        send: returns the contents for each rank, as for `exchange_beside_json`.
+
+    Returns:
+        This rank's result, what all ranks share, and what each has sent to this one.
+
+    Raises:
+        CheckpointError: as `on_all_ranks_gathering` does.
+    """
+    own = _Outcome.of(lambda: (result := act(), share(result), send(result)))
+    contents = own.get()[2] if own.error is None else ()
+    outcomes, received = exchange_beside_json(_told(own), contents)
+    _raise_if_any_failed(own.error, outcomes)
+    return own.get()[0], [outcome["shared"] for outcome in outcomes], received
+
+
+def _told(own: _Outcome[tuple[Any, ...]]) -> dict[str, Json]:
+    """Return what a rank tells the others: what it shares, or its failure."""
     if own.error is None:
-        told = {"shared": own.get()[1]}
-    else:
-        told = {"error": str(own.error), "damaged": isinstance(own.error, CheckpointDamaged)}
-    outcomes = all_gather_json(told)
+        return {"shared": own.get()[1]}
+    return {"error": str(own.error), "damaged": isinstance(own.error, CheckpointDamaged)}
+
+
+def _raise_if_any_failed(own_error: Exception | None, outcomes: Sequence[Json]) -> None:
     failures = {failed: outcome for failed, outcome in enumerate(outcomes) if "error" in outcome}
     if not failures:
-        return own.get()[0], [outcome["shared"] for outcome in outcomes]
+        return
     is_damage = all(failure["damaged"] for failure in failures.values())
-    if own.error is not None and isinstance(own.error, CheckpointDamaged) == is_damage:
-        raise own.error
+    if own_error is not None and isinstance(own_error, CheckpointDamaged) == is_damage:
+        raise own_error
     failed_rank, failure = next(
         (failed, failure) for failed, failure in failures.items() if failure["damaged"] == is_damage
     )
     raise (CheckpointDamaged if is_damage else RankFailed)(
         f"rank {failed_rank}: {failure['error']}"
-    ) from own.error
+    ) from own_error
 
 
 def _on_all_ranks_for(outcome: _Outcome[Result]) -> Result:

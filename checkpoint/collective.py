@@ -60,19 +60,43 @@ def all_gather_json(message: Json) -> list[Json]:
     data = json.dumps(message).encode()
     if not _is_collective():
         return [json.loads(data)]
-    heads = _all_gather(
-        len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_INLINE_NBYTES],
-        _LENGTH_NBYTES + _INLINE_NBYTES,
-    )
-    nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
-    rest_nbytes = max(nbytes) - _INLINE_NBYTES
-    rests = [b""] * len(heads)
-    if rest_nbytes > 0:
-        rests = _all_gather(data[_INLINE_NBYTES:], rest_nbytes)
-    return [
-        json.loads((head[_LENGTH_NBYTES:] + rest)[:count])
-        for head, rest, count in zip(heads, rests, nbytes, strict=True)
-    ]
+    return _decoded(data, _all_gather(_head_of(data), _LENGTH_NBYTES + _INLINE_NBYTES))
+
+
+def room_beside_message() -> int:
+    """Return how many bytes for each rank `exchange_beside_json` has room for."""
+    return _HEADS_NBYTES // world_size()
+
+
+def exchange_beside_json(
+    message: Json, contents: Sequence[memoryview]
+) -> tuple[list[Json], list[memoryview]]:
+    """Send this rank's message to all ranks, and content i to rank i, as one message of it.
+
+    A rank may send no contents to any; then the others get bytes that mean nothing.
+
+    Args:
+        message: as for `all_gather_json`.
+        contents: of at most `room_beside_message` bytes each; one for each rank, or none at all.
+
+    Returns:
+        All ranks' messages, and what they sent to this rank, padded; in order of ranks.
+    """
+    data = json.dumps(message).encode()
+    if not _is_collective():
+        return [json.loads(data)], list(contents)
+    head = np.frombuffer(_head_of(data), np.uint8)
+    begin = _LENGTH_NBYTES + _INLINE_NBYTES
+    rows = np.zeros((world_size(), begin + room_beside_message()), np.uint8)
+    rows[:, : len(head)] = head
+    for row, content in zip(rows[:, begin:], contents, strict=False):
+        row[: content.nbytes] = content
+    sent = torch.from_numpy(rows).to(_device())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    got = received.cpu().numpy()
+    messages = _decoded(data, [row.tobytes() for row in got[:, :begin]])
+    return messages, [row.data for row in got[:, begin:]]
 
 
 def union_of_all_ranks(texts: Iterable[str]) -> set[str]:
@@ -269,12 +293,29 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
 
 
+def _head_of(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_INLINE_NBYTES]
+
+
+def _decoded(data: bytes, heads: Sequence[bytes]) -> list[Json]:
+    """Return all ranks' messages: those whose beginnings are `heads`; `data` is this rank's."""
+    nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
+    rest_nbytes = max(nbytes) - _INLINE_NBYTES
+    rests = [b""] * len(heads)
+    if rest_nbytes > 0:
+        rests = _all_gather(data[_INLINE_NBYTES:], rest_nbytes)
+    return [
+        json.loads((head[_LENGTH_NBYTES:] + rest)[:count])
+        for head, rest, count in zip(heads, rests, nbytes, strict=True)
+    ]
+
+
 def _all_gather(data: bytes, nbytes: int) -> list[bytes]:
     """Return all ranks' data, each padded to `nbytes`."""
     padded = torch.frombuffer(bytearray(data.ljust(nbytes)), dtype=torch.uint8).to(_device())
-    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, padded)
-    return [buffer.cpu().numpy().tobytes() for buffer in gathered]
+    gathered = torch.empty(world_size(), nbytes, dtype=torch.uint8, device=_device())
+    dist.all_gather(list(gathered.unbind()), padded)
+    return [row.tobytes() for row in gathered.cpu().numpy()]
 
 
 def _is_collective() -> bool:

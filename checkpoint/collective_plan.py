@@ -4,7 +4,8 @@ Each rank sends its boxes to the planners of their tensors and gets back which c
 (`keepstep.checkpoint.stored.shared_plan`), so that no rank looks at what all ranks hold. Rank 0,
 which publishes, gets the tensors and the documents, and adds where the state comes from; of
 documents that several ranks have alike, one rank sends its own. Then the ranks exchange the pieces
-of chunks that their writers do not hold.
+of chunks that their writers do not hold; where a plan is followed again and they are small, with
+the message in which the ranks agree to follow it.
 
 Every rank must make the same calls in the same order, as for `keepstep.checkpoint.collective`. What
 fails on one rank is raised on all of them before the next message: none is left waiting.
@@ -12,6 +13,7 @@ fails on one rank is raised on all of them before the next message: none is left
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
 from collections import defaultdict
@@ -23,8 +25,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from keepstep.checkpoint.agreement import exchange, on_all_ranks, on_all_ranks_gathering
-from keepstep.checkpoint.collective import ByteExchange, Bytes, box_of, rank, world_size
+from keepstep.checkpoint.agreement import (
+    exchange,
+    on_all_ranks,
+    on_all_ranks_exchanging,
+    on_all_ranks_gathering,
+)
+from keepstep.checkpoint.collective import (
+    ByteExchange,
+    Bytes,
+    box_of,
+    rank,
+    room_beside_message,
+    world_size,
+)
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.documents import (
@@ -35,7 +49,7 @@ from keepstep.checkpoint.layout.documents import (
 )
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.live.provenance import provenance
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, bytes_of
 from keepstep.checkpoint.stored.chunking import (
     Compression,
     PlannedChunk,
@@ -67,12 +81,33 @@ A box has a key, a data type, a global shape and its place in that.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The pieces that this rank exchanges with one other rank at once, in the order of sending."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a piece goes that this rank gets: into this part of the array of a chunk's elements."""
 
-    wanted: tuple[tuple[PlannedChunk, Box], ...]
-    asked: tuple[tuple[str, Box], ...]
+    chunk: tuple[str, Box]
+    slices: tuple[slice, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The pieces that this rank exchanges with all others at once, in the order of ranks.
+
+    Attributes:
+        sent: for each piece, which of the rank's tensors it is of, and which part of that.
+        sent_nbytes: what each rank gets.
+        places: where the pieces go that this rank gets.
+        received_nbytes: what each rank sends.
+        chunks: the chunks that get their first piece now, and the shape of their bytes.
+    """
+
+    sent: tuple[tuple[int, tuple[slice, ...]], ...]
+    sent_nbytes: tuple[int, ...]
+    places: tuple[Place, ...]
+    received_nbytes: tuple[int, ...]
+    chunks: tuple[tuple[tuple[str, Box], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -84,14 +119,16 @@ class SharedPlan:
         signature: this rank's boxes, and how cells are compressed.
         own: the chunks that this rank writes.
         tensors: all tensors on rank 0, which publishes them; none on the others.
-        rounds: the exchange of pieces; each round has an entry for every rank.
+        rounds: the exchange of pieces; all ranks have as many.
+        goes_beside: there is one round, and what each rank sends in it goes beside a message.
     """
 
     name: str
     signature: Signature
     own: WriterPlan
     tensors: TensorPlan
-    rounds: tuple[tuple[Round, ...], ...]
+    rounds: tuple[Round, ...]
+    goes_beside: bool
 
 
 class PlanCache:
@@ -143,6 +180,7 @@ def agree_on_save(
     *,
     step: int = 0,
     generation: int = 0,
+    begin: Callable[[Sequence[LiveTensor], SharedPlan | None], None] = lambda *_: None,
 ) -> AgreedSave:
     """Capture all ranks' states and plan a save of them.
 
@@ -153,6 +191,8 @@ def agree_on_save(
         compression: as for `plan_chunks`.
         step: the step to save, which all ranks must have alike.
         generation: its generation, in the same way.
+        begin: called as soon as the tensors are captured, with the plan of the last save if it
+            fits them; whether all ranks follow it is not known yet.
 
     Raises:
         CheckpointError: a rank could not capture its state, or the ranks' states, steps or
@@ -162,14 +202,15 @@ def agree_on_save(
     def prepare() -> tuple[LiveState, Signature, PieceExchange | None]:
         check_compression(compression)
         live = capture()
-        if rank() == 0:
-            live = _with_provenance(live)
         signature = signature_of(live.tensors, compression)
         plan = cache.plan_for(signature)
+        begin(live.tensors, plan)
+        if rank() == 0:
+            live = _with_provenance(live)
         return live, signature, None if plan is None else _prepared_exchange(plan, live.tensors)
 
     # All ranks take the name that rank 0 gives the attempt.
-    (live, signature, exchange), gathered = on_all_ranks_gathering(
+    (live, signature, exchange), gathered, pieces = on_all_ranks_exchanging(
         prepare,
         lambda prepared: [
             uuid.uuid4().hex,
@@ -178,6 +219,7 @@ def agree_on_save(
             failure,
             [step, generation],
         ],
+        lambda prepared: () if prepared[2] is None else prepared[2].sent_beside(),
     )
     _check_steps([stored for *_, stored in gathered])
     attempt = str(gathered[0][0])
@@ -187,6 +229,8 @@ def agree_on_save(
         plan = _plan(attempt, live.tensors, signature, compression)
         cache.keep(plan)
         exchange = PieceExchange(plan, live.tensors)
+    else:
+        exchange.receive_beside(pieces)
     digests = [digests for _, _, digests, *_ in gathered]
     holders = last_holders(digests)
     return AgreedSave(
@@ -307,24 +351,36 @@ def _plan(
         check_storable(tensors.tensors)
         return own, tensors, _wanted_by_round(own)
 
-    (own, tensors, wanted), counts = on_all_ranks_gathering(merge, lambda merged: len(merged[2]))
-    rounds = _agree_on_rounds(wanted, max(counts))
-    return SharedPlan(name=name, signature=signature, own=own, tensors=tensors, rounds=rounds)
+    (own, tensors, wanted), wants = on_all_ranks_gathering(
+        merge, lambda merged: [len(merged[2]), _greatest_nbytes(merged[2], merged[0])]
+    )
+    count = max(count for count, _ in wants)
+    rounds = _agree_on_rounds(wanted, count, own, held)
+    return SharedPlan(
+        name=name,
+        signature=signature,
+        own=own,
+        tensors=tensors,
+        rounds=rounds,
+        goes_beside=count == 1 and max(nbytes for _, nbytes in wants) <= room_beside_message(),
+    )
 
 
 _Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
 """For each round, the pieces that a rank wants, by the rank that holds them."""
 
 
-def _agree_on_rounds(wanted: _Pieces, count: int) -> tuple[tuple[Round, ...], ...]:
+def _agree_on_rounds(
+    wanted: _Pieces, count: int, own: WriterPlan, held: Sequence[LiveTensor]
+) -> tuple[Round, ...]:
     """Ask all ranks for the pieces that this one lacks; return the rounds of the exchange.
 
-    Each round has an entry for every rank. All ranks have the same number of rounds, `count`.
+    All ranks have the same number of rounds, `count`.
     """
     if count == 0:
         return ()
     requests = _exchange_json(lambda: _requests_of(wanted))
-    return on_all_ranks(lambda: _rounds(wanted, requests, count))
+    return on_all_ranks(lambda: _rounds(wanted, requests, count, own, held))
 
 
 def _wanted_by_round(own: WriterPlan) -> _Pieces:
@@ -336,8 +392,20 @@ def _wanted_by_round(own: WriterPlan) -> _Pieces:
                 wanted.append(defaultdict(list))
                 nbytes = 0
             wanted[-1][holder].append((chunk, box))
-            nbytes += box.size * numpy_dtype(own.tensors[chunk.key].dtype).itemsize
+            nbytes += box.size * _itemsize(own, chunk.key)
     return wanted
+
+
+def _greatest_nbytes(wanted: _Pieces, own: WriterPlan) -> int:
+    """Return the most that one rank gets from one other in a round."""
+    return max(
+        (
+            sum(box.size * _itemsize(own, chunk.key) for chunk, box in pieces)
+            for pieces_of_round in wanted
+            for pieces in pieces_of_round.values()
+        ),
+        default=0,
+    )
 
 
 def _requests_of(wanted: _Pieces) -> dict[int, Json]:
@@ -352,32 +420,75 @@ def _requests_of(wanted: _Pieces) -> dict[int, Json]:
 
 
 def _rounds(
-    wanted: _Pieces, requests: Mapping[int, memoryview], count: int
-) -> tuple[tuple[Round, ...], ...]:
+    wanted: _Pieces,
+    requests: Mapping[int, memoryview],
+    count: int,
+    own: WriterPlan,
+    held: Sequence[LiveTensor],
+) -> tuple[Round, ...]:
     asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
     for asker, data in requests.items():
         for number, key, offset, shape in _decode(data):
             asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
-    return tuple(
-        tuple(
+    positions: dict[str, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(held):
+        positions[tensor.key].append(position)
+    has_memory: set[tuple[str, Box]] = set()
+    rounds = []
+    for number in range(count):
+        sent, sent_nbytes = [], []
+        places: list[Place] = []
+        received_nbytes: list[int] = []
+        for peer in range(world_size()):
+            nbytes = 0
+            for key, box in asked[number].get(peer, ()):
+                position = next(i for i in positions[key] if _has(held[i], box))
+                tensor = held[position]
+                sent.append((position, box.slices_in(tensor.box)))
+                nbytes += box.size * tensor.data.element_size()
+            sent_nbytes.append(nbytes)
+            pieces = wanted[number].get(peer, ()) if number < len(wanted) else ()
+            from_peer = [_place(chunk, box, own) for chunk, box in pieces]
+            received_nbytes.append(sum(place.nbytes for place in from_peer))
+            places += from_peer
+        fresh = {place.chunk: None for place in places if place.chunk not in has_memory}
+        has_memory.update(fresh)
+        rounds.append(
             Round(
-                tuple(wanted[number].get(peer, ())) if number < len(wanted) else (),
-                tuple(asked_of_round.get(peer, ())),
+                sent=tuple(sent),
+                sent_nbytes=tuple(sent_nbytes),
+                places=tuple(places),
+                received_nbytes=tuple(received_nbytes),
+                chunks=tuple(((key, box), (*box.shape, _itemsize(own, key))) for key, box in fresh),
             )
-            for peer in range(world_size())
         )
-        for number, asked_of_round in enumerate(asked)
+    return tuple(rounds)
+
+
+def _place(chunk: PlannedChunk, box: Box, own: WriterPlan) -> Place:
+    itemsize = _itemsize(own, chunk.key)
+    return Place(
+        chunk=(chunk.key, chunk.box),
+        slices=box.slices_in(chunk.box),
+        shape=(*box.shape, itemsize),
+        nbytes=box.size * itemsize,
     )
+
+
+def _itemsize(own: WriterPlan, key: str) -> int:
+    return numpy_dtype(own.tensors[key].dtype).itemsize
+
+
+def _has(tensor: LiveTensor, box: Box) -> bool:
+    return box.intersect(tensor.box) == box
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RoundBuffers:
-    """What a rank sends and where it receives in a round; the sizes are by rank."""
+    """What a rank sends in a round, and where it receives."""
 
     sent: torch.Tensor
-    sent_nbytes: Sequence[int]
     received: torch.Tensor
-    received_nbytes: Sequence[int]
 
 
 class PieceExchange:
@@ -393,10 +504,11 @@ class PieceExchange:
 
     def __init__(self, plan: SharedPlan, tensors: Sequence[LiveTensor]) -> None:
         self.plan = plan
-        self._held = _by_key(tensors)
+        self._held = tensors
         self._collected: dict[tuple[str, Box], Bytes] = {}
         self._bytes = ByteExchange()
         self._first: _RoundBuffers | None = None
+        self._is_done = False
 
     def prepare(self) -> None:
         """Take memory for the first round, and copy what this rank sends in it.
@@ -408,65 +520,73 @@ class PieceExchange:
         if self.plan.rounds:
             self._first = self._prepared(self.plan.rounds[0])
 
+    def sent_beside(self) -> Sequence[memoryview]:
+        """Return what goes to each rank beside a message, after `prepare`; nothing without room."""
+        if not self.plan.goes_beside:
+            return ()
+        assert self._first is not None, "it was prepared"
+        data = self._first.sent.numpy().data
+        sizes = self.plan.rounds[0].sent_nbytes
+        ends = itertools.accumulate(sizes)
+        return [data[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
+
+    def receive_beside(self, contents: Sequence[memoryview]) -> None:
+        """Take what each rank has sent to this one beside a message, if all follow one plan."""
+        if not self.plan.goes_beside:
+            return
+        current = self.plan.rounds[0]
+        self._put(current.places, np.concatenate([
+            np.frombuffer(content, np.uint8, nbytes)
+            for content, nbytes in zip(contents, current.received_nbytes, strict=True)
+        ]))  # fmt: skip
+        self._is_done = True
+
     def run(self) -> dict[tuple[str, Box], Bytes]:
-        """Exchange the pieces, once; return the chunks, by tensor key and box.
+        """Exchange the pieces, unless it is done; return the chunks, by tensor key and box.
 
         Raises:
             Exception: what failed on this rank, such as lack of memory.
             CheckpointError: another rank failed.
         """
-        for peers in self.plan.rounds:
+        for current in () if self._is_done else self.plan.rounds:
             buffers, self._first = self._first, None
             if buffers is None:
-                buffers = on_all_ranks(partial(self._prepared, peers))
+                buffers = on_all_ranks(partial(self._prepared, current))
             self._bytes.run(
-                buffers.sent, buffers.sent_nbytes, buffers.received, buffers.received_nbytes
+                buffers.sent, current.sent_nbytes, buffers.received, current.received_nbytes
             )
             # From here to the next round nothing takes memory that may be lacking.
-            self._put(peers, buffers.received)
+            self._put(current.places, buffers.received.numpy())
         return self._collected
 
-    def _put(self, peers: Sequence[Round], received: torch.Tensor) -> None:
-        data, start = received.numpy(), 0
-        for chunk, box in (piece for peer in peers for piece in peer.wanted):
-            whole = self._collected[chunk.key, chunk.box]
-            itemsize = whole.shape[-1]
-            end = start + box.size * itemsize
-            whole[box.within(chunk.box).slices] = data[start:end].reshape(*box.shape, itemsize)
+    def _put(self, places: Sequence[Place], data: Bytes) -> None:
+        start = 0
+        for place in places:
+            end = start + place.nbytes
+            self._collected[place.chunk][place.slices] = data[start:end].reshape(place.shape)
             start = end
 
-    def _prepared(self, peers: Sequence[Round]) -> _RoundBuffers:
+    def _prepared(self, current: Round) -> _RoundBuffers:
         """Take all memory that a round needs, and fill in what this rank sends.
 
         Raises:
             CheckpointError: PyTorch has no memory for it.
         """
-        held, collected = self._held, self._collected
-        itemsizes = {
-            key: numpy_dtype(tensor.dtype).itemsize for key, tensor in self.plan.own.tensors.items()
-        }
-        pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
-        sent_nbytes = [
-            sum(box.size * held[key][0].data.element_size() for key, box in peer.asked)
-            for peer in peers
-        ]
-        received_nbytes = [
-            sum(box.size * itemsizes[chunk.key] for chunk, box in peer.wanted) for peer in peers
-        ]
-        for chunk in (chunk for peer in peers for chunk, _ in peer.wanted):
-            place = chunk.key, chunk.box
-            if place not in collected:
-                collected[place] = np.empty((*chunk.box.shape, itemsizes[chunk.key]), np.uint8)
-        sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
+        for place, shape in current.chunks:
+            self._collected[place] = np.empty(shape, np.uint8)
         try:
-            received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+            sent = torch.empty(sum(current.sent_nbytes), dtype=torch.uint8)
+            received = torch.empty(sum(current.received_nbytes), dtype=torch.uint8)
             self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
         except RuntimeError as error:
             # For memory of the CPU PyTorch has no error of its own.
             raise CheckpointError(
                 f"no memory to exchange pieces with other ranks: {error}"
             ) from error
-        return _RoundBuffers(sent, sent_nbytes, received, received_nbytes)
+        pieces = [bytes_of(self._held[position].data[part]) for position, part in current.sent]
+        if pieces:
+            torch.cat(pieces, out=sent)
+        return _RoundBuffers(sent, received)
 
 
 def _prepared_exchange(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> PieceExchange | None:
@@ -489,7 +609,7 @@ def _by_key(tensors: Sequence[LiveTensor]) -> dict[str, list[LiveTensor]]:
 
 def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     """Return the bytes of a box of a tensor of which this rank holds these boxes."""
-    return box_of(next(tensor for tensor in tensors if box.intersect(tensor.box) == box), box)
+    return box_of(next(tensor for tensor in tensors if _has(tensor, box)), box)
 
 
 def _decode(message: memoryview) -> Json:

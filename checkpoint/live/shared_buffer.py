@@ -1,15 +1,17 @@
 """Copies live tensors into memory that is shared with another process, and kept for the next copy.
 
-The copy is one call in a thread, which does not hold the GIL: meanwhile the ranks can agree. From a
-GPU it is one into page-locked memory. The first copy pays for the memory: its pages are made before
-they are written.
+A thread copies, by calls that do not hold the GIL: meanwhile the ranks can agree. From a GPU it
+copies into page-locked memory. The first copy pays for the memory: its pages are made before they
+are written.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 
 import torch
 
@@ -26,7 +28,8 @@ _NUMBER = 0
 class SharedBuffer:
     """One buffer, mapped here and by whoever gets its descriptor. `close` frees it.
 
-    A thread copies; `close`, `reserve` and the next copy wait for it.
+    A thread copies, from the first copy until `close`; that, `reserve` and the next copy wait for
+    it.
     """
 
     def __init__(self) -> None:
@@ -36,6 +39,7 @@ class SharedBuffer:
         self._entries: tuple[Entry, ...] = ()
         self._views: list[torch.Tensor] = []
         self._copying: Future[None] | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -105,13 +109,15 @@ class SharedBuffer:
             self._views = views_over(self._arena, entries, signature_of(tensors))
             self._entries = entries
         sources, done = [tensor.data for tensor in tensors], Future[None]()
-        # It may wait for a device that never answers, which must not keep the process alive.
-        threading.Thread(
-            target=_copy,
-            args=(self._copies, self._views, sources, self._copies.mark(), done),
-            name="keepstep-copy",
-            daemon=True,
-        ).start()
+        if self._queue is None:
+            tasks = queue.SimpleQueue[Callable[[], None] | None]()
+            # It may wait for a device that never answers, which must not keep the process alive.
+            threading.Thread(
+                target=_perform, args=(tasks,), name="keepstep-copy", daemon=True
+            ).start()
+            self._queue = tasks
+        mark = self._copies.mark()
+        self._queue.put(partial(_copy, self._copies, self._views, sources, mark, done))
         self._copying = done
         return done
 
@@ -123,6 +129,9 @@ class SharedBuffer:
     def close(self) -> None:
         """Free the memory, once the other process has let go of it too."""
         self._await_copy()
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
         self._entries, self._views = (), []
         self._copies.close()
         arena, self._arena = self._arena, None
@@ -134,6 +143,13 @@ class SharedBuffer:
         if self._copying is not None:
             wait([self._copying])
             self._copying = None
+
+
+def _perform(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do one task after the other, until there is None. It keeps no task while it waits."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task
 
 
 def _copy(

@@ -1,4 +1,4 @@
-"""Copies tensors into mapped buffers: on the host in one call, from a GPU by a stream of its own.
+"""Copies tensors into mapped buffers: on the host past its caches, from a GPU by its own stream.
 
 A GPU copies without the host, and beside its kernels, only into page-locked memory; so a buffer is
 locked once, when it is first used. Locking takes time for each page, and holds locks of the driver
@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from keepstep.checkpoint.live.streaming_copy import copy_tensors
 from keepstep.checkpoint.memory.arena import Arena
 
 Tensors = Sequence[torch.Tensor]
@@ -76,7 +77,7 @@ def copies_from(device: torch.device) -> StateCopies:
 
 
 class HostCopies:
-    """Copies memory of the host in one call that does not hold the GIL."""
+    """Copies memory of the host by calls that do not hold the GIL."""
 
     def bind(self) -> None:
         """Nothing is needed."""
@@ -96,8 +97,7 @@ class HostCopies:
 
     def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
         """Copy each source into its target."""
-        if targets:
-            torch._foreach_copy_(list(targets), list(sources))
+        copy_tensors(targets, sources)
 
 
 class CudaCopies:

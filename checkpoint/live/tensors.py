@@ -240,6 +240,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in C order as bytes, in the CPU; it may share the memory."""
+    return plain(tensor).reshape(-1).view(torch.uint8)
+
+
 def placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a sharded tensor with this rank's local shard, of the shape and placement of another.
 

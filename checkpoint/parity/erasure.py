@@ -3,23 +3,21 @@
 Systematic Reed-Solomon over GF(2^8) with a Cauchy matrix (Bloemer et al., ICSI TR-95-048), its
 columns scaled so that the first row of parity is all ones: with one parity block it is XOR. Scaling
 columns keeps every square submatrix regular, so any `data` blocks out of `data + parity` determine
-all blocks. The kernels are ISA-L's (the wheel of pyeclib contains the library); they read and write
-the callers' memory in place and do not hold the GIL. One call reads each source once, so a caller
-that works in tiles stays in the processor's cache.
+all blocks. The kernels are ISA-L's; they read and write the callers' memory in place and do not
+hold the GIL. One call reads each source once, so a caller that works in tiles stays in the
+processor's cache.
 """
 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
-import importlib.metadata
 from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.isal import isal
 
 MAX_BLOCKS = 255
 _TABLE_NBYTES = 32
@@ -36,7 +34,7 @@ class Combination:
         count = len(coefficients)
         self._count = count
         self._tables = (ctypes.c_ubyte * (_TABLE_NBYTES * count))()
-        _isal().ec_init_tables(count, 1, (ctypes.c_ubyte * count)(*coefficients), self._tables)
+        isal().ec_init_tables(count, 1, (ctypes.c_ubyte * count)(*coefficients), self._tables)
 
     def into(self, target: Bytes, sources: Sequence[Bytes]) -> None:
         """Write the combination of the sources into the target.
@@ -49,7 +47,7 @@ class Combination:
             raise ValueError(f"expected {self._count} sources of {target.nbytes} bytes each")
         addresses = (ctypes.c_void_p * self._count)(*[source.ctypes.data for source in sources])
         targets = (ctypes.c_void_p * 1)(target.ctypes.data)
-        _isal().ec_encode_data(target.nbytes, self._count, 1, self._tables, addresses, targets)
+        isal().ec_encode_data(target.nbytes, self._count, 1, self._tables, addresses, targets)
 
 
 @cache
@@ -63,12 +61,14 @@ def parity_rows(data: int, parity: int) -> tuple[Row, ...]:
         raise ValueError(
             f"{data} data and {parity} parity blocks: 1 to {MAX_BLOCKS} in total are possible"
         )
-    isal = _isal()
+    library = isal()
     matrix = (ctypes.c_ubyte * (data * (data + parity)))()
-    isal.gf_gen_cauchy1_matrix(matrix, data + parity, data)
+    library.gf_gen_cauchy1_matrix(matrix, data + parity, data)
     rows = [matrix[row * data : (row + 1) * data] for row in range(data, data + parity)]
-    scales = [isal.gf_inv(first) for first in rows[0]] if rows else []
-    return tuple(tuple(isal.gf_mul(c, s) for c, s in zip(row, scales, strict=True)) for row in rows)
+    scales = [library.gf_inv(first) for first in rows[0]] if rows else []
+    return tuple(
+        tuple(library.gf_mul(c, s) for c, s in zip(row, scales, strict=True)) for row in rows
+    )
 
 
 @cache
@@ -93,21 +93,6 @@ def rebuilding_row(data: int, parity: int, present: Row, lost: int) -> Row:
     ]
     matrix = (ctypes.c_ubyte * (data * data))(*[c for block in present for c in rows[block]])
     inverse = (ctypes.c_ubyte * (data * data))()
-    if _isal().gf_invert_matrix(matrix, inverse, data) != 0:
+    if isal().gf_invert_matrix(matrix, inverse, data) != 0:
         raise AssertionError("every square submatrix of a Cauchy matrix is regular")
     return tuple(inverse[lost * data : (lost + 1) * data])
-
-
-@cache
-def _isal() -> ctypes.CDLL:
-    """Load ISA-L: the copy in pyeclib's wheel, else the system's."""
-    files = importlib.metadata.files("pyeclib") or ()
-    bundled = [str(file.locate()) for file in files if file.name.startswith("libisal")]
-    path = bundled[0] if bundled else ctypes.util.find_library("isal")
-    if path is None:
-        raise CheckpointError(
-            "ISA-L is not installed: install pyeclib from its wheel, or the package libisal2"
-        )
-    library = ctypes.CDLL(path)
-    library.gf_mul.restype = library.gf_inv.restype = ctypes.c_ubyte
-    return library

@@ -17,6 +17,8 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,13 +31,12 @@ from keepstep.checkpoint.collective_plan import (
     PlanCache,
     SharedPlan,
     agree_on_save,
-    signature_of,
 )
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
+from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
 from keepstep.checkpoint.saving.background import BackgroundSaver, BufferFile, Copied, SaveTask
 from keepstep.checkpoint.saving.commit_round import as_told_by
@@ -47,6 +48,9 @@ from keepstep.checkpoint.state_mapping import StateMapping, capture
 from keepstep.checkpoint.stored.chunking import Compression
 
 log = logging.getLogger("keepstep")
+
+_SHORT_COPY_S = 1.0
+"""How long a copy may take for the thread that waits for others to be woken once, after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,19 +127,18 @@ class Saver:
         failure = self.finish()
         captured: _Capture | None = None
 
-        def capture_and_copy() -> LiveState:
+        def begin(tensors: Sequence[LiveTensor], shared: SharedPlan | None) -> None:
             nonlocal captured
-            live = capture(state, descriptions, config)
-            captured = self._captured(live.tensors, compression)
-            return live
+            captured = self._captured(tensors, shared)
 
         agreed = agree_on_save(
-            capture_and_copy,
+            lambda: capture(state, descriptions, config),
             failure,
             self._plans,
             compression,
             step=step,
             generation=generation,
+            begin=begin,
         )
         assert captured is not None, "all ranks have captured their states"
         self._last = None
@@ -153,31 +156,31 @@ class Saver:
         keys = [tensor.key for tensor in captured.watched.tensors]
         versions = dict(zip(keys, captured.versions, strict=True))
         self._last = SaveHandle(url, step, generation, versions, previous_error, outcome)
-        # Other ranks may have copied long before this one, and wait for its signs of life.
-        self._background.submit(
-            SaveTask(
-                part=WritePart(
-                    url=url,
-                    directory=os.getcwd(),
-                    step=step,
-                    generation=generation,
-                    attempt=agreed.attempt,
-                ),
-                copied=copied,
-                plan=plan.encoded,
-                documents=documents,
-                sends_documents=rank() != 0 and bool(agreed.documents),
-                rank=rank(),
-                world_size=world_size(),
-                store=default_store() if world_size() > 1 else None,
-                outcome=outcome,
-            )
+        task = SaveTask(
+            part=WritePart(
+                url=url,
+                directory=os.getcwd(),
+                step=step,
+                generation=generation,
+                attempt=agreed.attempt,
+            ),
+            copied=copied,
+            plan=plan.encoded,
+            documents=documents,
+            sends_documents=rank() != 0 and bool(agreed.documents),
+            rank=rank(),
+            world_size=world_size(),
+            store=default_store() if world_size() > 1 else None,
+            outcome=outcome,
         )
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
         try:
-            copy_error = self._copy(plan, agreed.exchange, tensors, captured, step)
+            copy_error = self._copy(plan, agreed.exchange, tensors, captured, task)
         finally:
+            is_submitted = self._background.has(task)
             copied.set_result(Copied(self._buffer_file, copy_error))
+            if not is_submitted:
+                self._background.submit(task)
         return self._last
 
     def finish(self) -> Json:
@@ -221,12 +224,12 @@ class Saver:
             self._plans.keep(None)
             raise
 
-    def _captured(self, tensors: Sequence[LiveTensor], compression: Compression | None) -> _Capture:
+    def _captured(self, tensors: Sequence[LiveTensor], shared: SharedPlan | None) -> _Capture:
         """Note the tensors' versions, and begin to copy them if the last plan fits them."""
         watched = WatchedTensors.of(tensors)
         versions = watched.versions()
         plan = self._plan
-        if plan is None or plan.shared.signature != signature_of(tensors, compression):
+        if plan is None or plan.shared is not shared:
             return _Capture(watched=watched, versions=versions)
         copied = [tensors[i] for i in plan.copied]
         if not self._buffer.fits(plan.nbytes, _device_of(copied)):
@@ -244,9 +247,14 @@ class Saver:
         exchange: PieceExchange,
         tensors: Sequence[LiveTensor],
         captured: _Capture,
-        step: int,
+        task: SaveTask,
     ) -> CheckpointError | None:
-        """Copy what this rank writes into the shared buffer; return why the copy is not good."""
+        """Copy what this rank writes into the shared buffer; return why the copy is not good.
+
+        Of a copy that takes long the save is submitted meanwhile: other ranks may have copied long
+        before this one, and wait for its signs of life.
+        """
+        step = task.part.step
         try:
             collected = exchange.run()
         except CheckpointError as error:
@@ -259,6 +267,10 @@ class Saver:
                 done = self._begin_copy(plan, [tensors[i] for i in plan.copied])
             for place, data in collected.items():
                 self._buffer.put(plan.pieces[place], data.reshape(-1).data)
+            with suppress(FutureTimeoutError):
+                done.exception(_SHORT_COPY_S)
+            if not done.done():
+                self._background.submit(task)
             done.result()
             captured.watched.check_unchanged(captured.versions, step)
         except CheckpointError as error:

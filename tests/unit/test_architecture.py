@@ -34,14 +34,17 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # checkpoint
         "checkpoint.errors": "",
         "checkpoint.layout": "checkpoint.errors",
-        "checkpoint.parity": "checkpoint.errors checkpoint.layout",
+        "checkpoint.isal": "checkpoint.errors",
+        "checkpoint.parity": "checkpoint.errors checkpoint.isal checkpoint.layout",
         "checkpoint.rules": "checkpoint.errors checkpoint.layout",
         "checkpoint.stored": "checkpoint.errors checkpoint.layout",
         "checkpoint.foreign": (
             "checkpoint.errors checkpoint.layout checkpoint.rules checkpoint.stored"
         ),
         "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
-        "checkpoint.live": "checkpoint.errors checkpoint.layout checkpoint.memory",
+        "checkpoint.live": (
+            "checkpoint.errors checkpoint.isal checkpoint.layout checkpoint.memory"
+        ),
         "checkpoint.server": (
             "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"
             " checkpoint.stored processes transport"

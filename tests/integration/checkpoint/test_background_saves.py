@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save
+from keepstep.checkpoint import collective_plan
+from keepstep.checkpoint.collective_plan import agree_on_save
 from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
@@ -35,7 +36,9 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
+from keepstep.checkpoint.live.state_copies import HostCopies
 from keepstep.checkpoint.saving import saver as saver_module
+from keepstep.checkpoint.saving.background import BackgroundSaver, SaveTask
 from keepstep.checkpoint.saving.save_plan import plan_save
 from keepstep.checkpoint.stored.housekeeping import Difference, compare
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -268,25 +271,47 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
         ended.append(begin_copy(*arguments))
         return ended[-1]
 
-    def agree(capture: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
-        def capture_and_change() -> Any:
-            live = capture()
+    def agree(*arguments: Any, begin: Callable[..., None], **options: Any) -> Any:
+        def begin_and_change(*captured: Any) -> None:
+            begin(*captured)
             ended[0].result(patient(LIMIT_S))
             for tensor in values.values():
                 # Not noticed, so that what is stored tells when it was copied.
                 tensor.data.fill_(3.0)
-            return live
 
-        return agree_on_save(capture_and_change, *arguments, **options)
+        return agree_on_save(*arguments, begin=begin_and_change, **options)
 
     monkeypatch.setattr(SharedBuffer, "begin_copy", begin_and_note)
     monkeypatch.setattr(saver_module, "agree_on_save", agree)
     if not is_last_plan_followed:
-        monkeypatch.setattr(PlanCache, "plan_for", lambda *_: None)
+        monkeypatch.setattr(collective_plan, "_prepared_exchange", lambda *_: None)
     for tensor in values.values():
         tensor.fill_(2.0)
     saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
     assert_equal(loaded(tmp_path, 2), state(2.0 if is_last_plan_followed else 3.0))
+
+
+def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_signs_of_life(
+    tmp_path: Path, saver: checkpoint.Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted, is_submitted = [], threading.Event()
+    submit, copy = BackgroundSaver.submit, HostCopies.copy
+
+    def note(background: BackgroundSaver, task: SaveTask) -> None:
+        submit(background, task)
+        submitted.append(task.part.step)
+        is_submitted.set()
+
+    def copy_late(*arguments: Any) -> None:
+        assert is_submitted.wait(patient(LIMIT_S))
+        copy(*arguments)
+
+    monkeypatch.setattr(saver_module, "_SHORT_COPY_S", 0.0)
+    monkeypatch.setattr(BackgroundSaver, "submit", note)
+    monkeypatch.setattr(HostCopies, "copy", copy_late)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
+    assert submitted == [1]
+    assert_equal(loaded(tmp_path, 1), state(1.0))
 
 
 def mapped_nbytes(pid: int | None) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.checkpoint import collective_plan
+from keepstep.checkpoint import collective, collective_plan
 from keepstep.checkpoint.collective_plan import (
     AgreedSave,
     PieceExchange,
@@ -123,14 +123,16 @@ def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.Monk
     cache = PlanCache()
     plan = agree_on_save(lambda: state(a=(3,)), None, cache).plan
 
-    def gather(prepare: Callable[[], Any], tell: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+    def gather(
+        prepare: Callable[[], Any], tell: Callable[[Any], Any], _: object
+    ) -> tuple[Any, list[Any], list[Any]]:
         prepared = prepare()
         own = tell(prepared)
         gathered = [[*own[:2], document_digests(documents), *own[3:]] for documents in held]
         gathered[collective_plan.rank()] = own
-        return prepared, gathered
+        return prepared, gathered, []
 
-    monkeypatch.setattr(collective_plan, "on_all_ranks_gathering", gather)
+    monkeypatch.setattr(collective_plan, "on_all_ranks_exchanging", gather)
     monkeypatch.setattr(collective_plan, "signature_of", lambda *_: plan.signature)
     sent = []
     for rank, documents in enumerate(held):
@@ -163,6 +165,69 @@ def test_one_rank_collects_the_chunk_that_all_hold_a_part_of(
     assert data.tobytes() == expected.numpy().tobytes()
 
 
+def save_twice(
+    monkeypatch: pytest.MonkeyPatch, *, keeps_plan: Callable[[int], bool] = lambda _: True
+) -> tuple[list[str], bool]:
+    """Return a second save's collectives, and whether it followed the plan of the first.
+
+    The tensors have other values at the second save, which are checked.
+
+    Args:
+        keeps_plan: whether a rank still has the plan of the first save.
+    """
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    caches = [PlanCache() for _ in range(3)]
+    lives = [shard(rank) for rank in range(3)]
+
+    def save(rank: int) -> tuple[AgreedSave, dict[tuple[str, Box], Any]]:
+        agreed = agree_on_save(lambda: lives[rank], None, caches[rank])
+        return agreed, agreed.exchange.run()
+
+    first = ranks.run(save)
+    ranks.collectives.clear()
+    for rank, live in enumerate(lives):
+        live.tensors[0].data.mul_(-1).sub_(7)
+        if not keeps_plan(rank):
+            caches[rank].keep(None)
+    second = ranks.run(save)
+    collected = {place: data for _, pieces in second for place, data in pieces.items()}
+    expected = torch.cat([live.tensors[0].data for live in lives]).numpy().tobytes()
+    assert [data.tobytes() for data in collected.values()] == [expected]
+    followed = [
+        again.plan is before.plan for (again, _), (before, _) in zip(second, first, strict=True)
+    ]
+    assert len(set(followed)) == 1
+    return ranks.collectives[:: ranks.count], followed[0]
+
+
+def test_small_pieces_go_with_the_message_in_which_ranks_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collectives, is_same_plan = save_twice(monkeypatch)
+    assert is_same_plan
+    assert collectives == ["all_to_all_single"]
+
+
+def test_pieces_that_have_no_room_beside_a_message_go_in_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A rank's piece has 128 bytes, and each rank has a third of the room.
+    monkeypatch.setattr(collective, "_HEADS_NBYTES", 3 * 127)
+    collectives, is_same_plan = save_twice(monkeypatch)
+    assert is_same_plan
+    assert collectives == ["all_to_all_single"] * 2
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_what_came_beside_a_message_is_not_taken_if_one_rank_plans_anew(
+    monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    collectives, is_same_plan = save_twice(monkeypatch, keeps_plan=lambda rank: rank != changed)
+    assert not is_same_plan
+    assert len(collectives) > 2
+
+
 def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,7 +245,7 @@ def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
 
 
 @pytest.mark.parametrize(
-    "step", ["plan_share", "merged_tensor_plan", "pieces_by_holder", "_box_of"]
+    "step", ["plan_share", "merged_tensor_plan", "pieces_by_holder", "bytes_of"]
 )
 def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
     monkeypatch: pytest.MonkeyPatch, step: str

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.patience import patient
 
 STATE = {"w": torch.arange(3.0)}
+NO_PLAN = SimpleNamespace(rounds=())
 CONFIG = {
     "hidden": 64,
     "rope": {"theta": 1e4, "scaling": None},
@@ -51,18 +53,20 @@ def test_provenance_has_versions_ranks_and_the_time_in_utc() -> None:
 def test_rank_0_alone_says_where_a_state_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the ranks agree, and its time is in no digest that they compare."""
 
-    def gather(prepare: Callable[[], Any], tell: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+    def gather(
+        prepare: Callable[[], Any], tell: Callable[[Any], Any], _: object
+    ) -> tuple[Any, list[Any], list[Any]]:
         """Say that the other rank has no documents."""
         prepared = prepare()
         own = tell(prepared)
         other = [*own[:2], {}, *own[3:]]
-        return prepared, [own, other] if collective_plan.rank() == 0 else [other, own]
+        return prepared, [own, other] if collective_plan.rank() == 0 else [other, own], []
 
-    monkeypatch.setattr(collective_plan, "on_all_ranks_gathering", gather)
+    monkeypatch.setattr(collective_plan, "on_all_ranks_exchanging", gather)
     names = []
     for rank in (0, 1):
         monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(collective_plan, "_plan", lambda *_: None)
+        monkeypatch.setattr(collective_plan, "_plan", lambda *_: NO_PLAN)
         agreed = agree_on_save(lambda: LiveState((), {"values": {}}), None, PlanCache())
         names.append(set(agreed.documents))
     assert names == [{"values", "provenance"}, {"values"}]

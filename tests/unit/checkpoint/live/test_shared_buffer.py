@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -73,3 +75,23 @@ def test_failure_of_a_copy_is_its_result_and_the_next_one_goes_on(
         buffer.begin_copy(tensors, entries).result(patient(60.0))
     finally:
         buffer.close()
+
+
+def test_between_copies_the_thread_keeps_no_tensor_and_closing_ends_it() -> None:
+    tensors = [describe("a", torch.ones(5))]
+    entries, nbytes = pack(tensors)
+    before = set(threading.enumerate())
+    buffer = SharedBuffer()
+    try:
+        buffer.reserve(nbytes, CPU, lambda: 2**30)
+        is_gone = threading.Event()
+        reference = weakref.ref(tensors[0].data, lambda _: is_gone.set())
+        buffer.begin_copy(tensors, entries).result(patient(60.0))
+        tensors.clear()
+        assert is_gone.wait(patient(60.0))
+        assert reference() is None
+        (thread,) = set(threading.enumerate()) - before
+    finally:
+        buffer.close()
+    thread.join(patient(60.0))
+    assert not thread.is_alive()
