@@ -29,6 +29,9 @@ _INLINE_NBYTES = 1024
 _HEADS_NBYTES = 64 * 2**10
 """What goes with the lengths of a rank's messages to all ranks, of all of them together."""
 
+_LEAST_ROOM_NBYTES = 1024
+"""What there has to be room for with a message, for it to be sent from each rank to each."""
+
 _BROADCAST_HEAD_NBYTES = 256 * 2**10
 """What of rank 0's message to all ranks goes with its length."""
 
@@ -64,8 +67,12 @@ def all_gather_json(message: Json) -> list[Json]:
 
 
 def room_beside_message() -> int:
-    """Return how many bytes for each rank `exchange_beside_json` has room for."""
-    return _HEADS_NBYTES // world_size()
+    """Return how many bytes for each rank `exchange_beside_json` has room for.
+
+    Nothing if there are many ranks: a message from each to each costs more than to gather one.
+    """
+    room = _HEADS_NBYTES // world_size()
+    return room if room >= _LEAST_ROOM_NBYTES else 0
 
 
 def exchange_beside_json(
@@ -73,7 +80,8 @@ def exchange_beside_json(
 ) -> tuple[list[Json], list[memoryview]]:
     """Send this rank's message to all ranks, and content i to rank i, as one message of it.
 
-    A rank may send no contents to any; then the others get bytes that mean nothing.
+    A rank may send no contents to any; then the others get bytes that mean nothing, as they do
+    where there is no room.
 
     Args:
         message: as for `all_gather_json`.
@@ -82,9 +90,9 @@ def exchange_beside_json(
     Returns:
         All ranks' messages, and what they sent to this rank, padded; in order of ranks.
     """
+    if not _is_collective() or room_beside_message() == 0:
+        return all_gather_json(message), list(contents)
     data = json.dumps(message).encode()
-    if not _is_collective():
-        return [json.loads(data)], list(contents)
     head = np.frombuffer(_head_of(data), np.uint8)
     begin = _LENGTH_NBYTES + _INLINE_NBYTES
     rows = np.zeros((world_size(), begin + room_beside_message()), np.uint8)

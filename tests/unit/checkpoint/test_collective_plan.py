@@ -209,14 +209,19 @@ def test_small_pieces_go_with_the_message_in_which_ranks_agree(
     assert collectives == ["all_to_all_single"]
 
 
+@pytest.mark.parametrize(
+    ("least_nbytes", "agreeing"), [(127, "all_to_all_single"), (128, "all_gather")]
+)
 def test_pieces_that_have_no_room_beside_a_message_go_in_a_round(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, least_nbytes: int, agreeing: str
 ) -> None:
+    """Where there is no room for anything, nothing is sent from each rank to each."""
     # A rank's piece has 128 bytes, and each rank has a third of the room.
     monkeypatch.setattr(collective, "_HEADS_NBYTES", 3 * 127)
+    monkeypatch.setattr(collective, "_LEAST_ROOM_NBYTES", least_nbytes)
     collectives, is_same_plan = save_twice(monkeypatch)
     assert is_same_plan
-    assert collectives == ["all_to_all_single"] * 2
+    assert collectives == [agreeing, "all_to_all_single"]
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
