@@ -78,7 +78,9 @@ def room_beside_message() -> int:
 def exchange_beside_json(
     message: Json, contents: Sequence[memoryview]
 ) -> tuple[list[Json], list[memoryview]]:
-    """Send this rank's message to all ranks, and content i to rank i, as one message of it.
+    """Send this rank's message to all ranks, and content i to rank i.
+
+    Messages of up to a kilobyte take one collective together with the contents.
 
     A rank may send no contents to any; then the others get bytes that mean nothing, as they do
     where there is no room.

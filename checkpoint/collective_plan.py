@@ -17,7 +17,7 @@ import itertools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -508,7 +508,9 @@ class PieceExchange:
         self._collected: dict[tuple[str, Box], Bytes] = {}
         self._bytes = ByteExchange()
         self._first: _RoundBuffers | None = None
-        self._is_done = False
+        self._beside: torch.Tensor | None = None
+        self.is_done = False
+        """Whether nothing is left to be exchanged."""
 
     def prepare(self) -> None:
         """Take memory for the first round, and copy what this rank sends in it.
@@ -517,29 +519,31 @@ class PieceExchange:
             CheckpointError: PyTorch has no memory for it.
             MemoryError: there is none.
         """
-        if self.plan.rounds:
+        if self.plan.goes_beside:
+            self._take_chunks(self.plan.rounds[0])
+            self._beside = self._sent(self.plan.rounds[0])
+        elif self.plan.rounds:
             self._first = self._prepared(self.plan.rounds[0])
 
     def sent_beside(self) -> Sequence[memoryview]:
         """Return what goes to each rank beside a message, after `prepare`; nothing without room."""
         if not self.plan.goes_beside:
             return ()
-        assert self._first is not None, "it was prepared"
-        data = self._first.sent.numpy().data
+        assert self._beside is not None, "it was prepared"
+        data = self._beside.numpy().data
         sizes = self.plan.rounds[0].sent_nbytes
         ends = itertools.accumulate(sizes)
         return [data[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
 
     def receive_beside(self, contents: Sequence[memoryview]) -> None:
         """Take what each rank has sent to this one beside a message, if all follow one plan."""
-        if not self.plan.goes_beside:
-            return
-        current = self.plan.rounds[0]
-        self._put(current.places, np.concatenate([
-            np.frombuffer(content, np.uint8, nbytes)
-            for content, nbytes in zip(contents, current.received_nbytes, strict=True)
-        ]))  # fmt: skip
-        self._is_done = True
+        if self.plan.goes_beside:
+            current = self.plan.rounds[0]
+            places = iter(current.places)
+            for content, nbytes in zip(contents, current.received_nbytes, strict=True):
+                self._put(places, np.frombuffer(content, np.uint8, nbytes))
+        self._beside = None
+        self.is_done = not self.plan.rounds or self.plan.goes_beside
 
     def run(self) -> dict[tuple[str, Box], Bytes]:
         """Exchange the pieces, unless it is done; return the chunks, by tensor key and box.
@@ -548,7 +552,7 @@ class PieceExchange:
             Exception: what failed on this rank, such as lack of memory.
             CheckpointError: another rank failed.
         """
-        for current in () if self._is_done else self.plan.rounds:
+        for current in () if self.is_done else self.plan.rounds:
             buffers, self._first = self._first, None
             if buffers is None:
                 buffers = on_all_ranks(partial(self._prepared, current))
@@ -556,12 +560,14 @@ class PieceExchange:
                 buffers.sent, current.sent_nbytes, buffers.received, current.received_nbytes
             )
             # From here to the next round nothing takes memory that may be lacking.
-            self._put(current.places, buffers.received.numpy())
+            self._put(iter(current.places), buffers.received.numpy())
         return self._collected
 
-    def _put(self, places: Sequence[Place], data: Bytes) -> None:
+    def _put(self, places: Iterator[Place], data: Bytes) -> None:
+        """Put pieces into their chunks, as long as there are any."""
         start = 0
-        for place in places:
+        while start < data.nbytes:
+            place = next(places)
             end = start + place.nbytes
             self._collected[place.chunk][place.slices] = data[start:end].reshape(place.shape)
             start = end
@@ -572,21 +578,35 @@ class PieceExchange:
         Raises:
             CheckpointError: PyTorch has no memory for it.
         """
-        for place, shape in current.chunks:
-            self._collected[place] = np.empty(shape, np.uint8)
+        self._take_chunks(current)
+        sent = self._sent(current)
         try:
-            sent = torch.empty(sum(current.sent_nbytes), dtype=torch.uint8)
             received = torch.empty(sum(current.received_nbytes), dtype=torch.uint8)
             self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
         except RuntimeError as error:
-            # For memory of the CPU PyTorch has no error of its own.
-            raise CheckpointError(
-                f"no memory to exchange pieces with other ranks: {error}"
-            ) from error
-        pieces = [bytes_of(self._held[position].data[part]) for position, part in current.sent]
-        if pieces:
-            torch.cat(pieces, out=sent)
+            raise _no_memory(error) from error
         return _RoundBuffers(sent, received)
+
+    def _take_chunks(self, current: Round) -> None:
+        for place, shape in current.chunks:
+            self._collected[place] = np.empty(shape, np.uint8)
+
+    def _sent(self, current: Round) -> torch.Tensor:
+        """Return what this rank sends in a round.
+
+        Raises:
+            CheckpointError: PyTorch has no memory for it.
+        """
+        pieces = [bytes_of(self._held[position].data[part]) for position, part in current.sent]
+        try:
+            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise _no_memory(error) from error
+
+
+def _no_memory(error: RuntimeError) -> CheckpointError:
+    # For memory of the CPU PyTorch has no error of its own.
+    return CheckpointError(f"no memory to exchange pieces with other ranks: {error}")
 
 
 def _prepared_exchange(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> PieceExchange | None:

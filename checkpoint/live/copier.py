@@ -2,9 +2,9 @@
 
 Training state does not change from one optimizer step to the next, so a copy that begins after the
 step may run during forward and backward, and must only be complete before the optimizer writes
-again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that does not
-hold the GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy
-is complete, not when the caller waits for it.
+again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies by calls that do not hold the
+GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is
+complete, not when the caller waits for it.
 
 That only the optimizer writes is checked: a copy during which a tensor's version counter has
 changed is torn, and is not sealed; nor is a copy of memory that is no longer the tensor's

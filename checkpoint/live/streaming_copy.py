@@ -58,6 +58,9 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 def _can_stream(target: torch.Tensor, source: torch.Tensor) -> bool:
     return (
         source.nbytes >= _LEAST_NBYTES
+        # Subclasses may have no memory of their own.
+        and type(source) is torch.Tensor
+        and source.data_ptr() != 0
         and (source.data_ptr() | target.data_ptr()) % _ALIGNMENT == 0
         and is_plain(source)
         and is_plain(target)

@@ -125,10 +125,6 @@ class BackgroundSaver:
         self._current = task
         self._tasks.put(task)
 
-    def has(self, task: SaveTask) -> bool:
-        """Whether this save was submitted, and is not over."""
-        return self._current is task
-
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in progress; return whether that is so."""
         return self._is_idle.wait(timeout_s)

@@ -5,9 +5,9 @@ next save. One save is in progress at most: the next one waits for it. A save th
 fatal: its handle has the error, and the next save tells it on all ranks alike. (How the ranks
 commit together, and why without collectives: `keepstep.checkpoint.saving.commit_round`.)
 
-While no rank's layout changes, the plan of the last save is followed again, and ranks exchange some
-hundred bytes each. Each copies meanwhile what it would write by that plan: if the plan turns out to
-be out of date, the copy was in vain.
+While no rank's layout changes, the plan of the last save is followed again, and ranks exchange one
+message, in which small pieces have room. Each copies meanwhile what it would write by that plan: if
+the plan turns out to be out of date, the copy was in vain.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from keepstep.checkpoint.stored.chunking import Compression
 log = logging.getLogger("keepstep")
 
 _SHORT_COPY_S = 1.0
-"""How long a copy may take for the thread that waits for others to be woken once, after it."""
+_SHORT_PARTS = 6
+"""So long, or for this part of the patience of others, a save's copy goes on without its thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ class Saver:
 
     def __init__(self, *, peer_timeout_s: float = 30.0, close_timeout_s: float = 600.0) -> None:
         self._close_timeout_s = close_timeout_s
+        self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / _SHORT_PARTS)
         self._background = BackgroundSaver(peer_timeout_s)
         self._buffer = SharedBuffer()
         self._buffer_file: BufferFile | None = None
@@ -174,10 +176,14 @@ class Saver:
             outcome=outcome,
         )
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
+        is_submitted = False
         try:
-            copy_error = self._copy(plan, agreed.exchange, tensors, captured, task)
+            if not self._is_copied_soon(plan, agreed.exchange, captured):
+                # Other ranks may have copied long before, and wait for this one's signs of life.
+                is_submitted = True
+                self._background.submit(task)
+            copy_error = self._copy(plan, agreed.exchange, tensors, captured, step)
         finally:
-            is_submitted = self._background.has(task)
             copied.set_result(Copied(self._buffer_file, copy_error))
             if not is_submitted:
                 self._background.submit(task)
@@ -241,20 +247,26 @@ class Saver:
             return _Capture(watched=watched, versions=versions)
         return _Capture(watched=watched, versions=versions, plan=plan, copied=done)
 
+    def _is_copied_soon(self, plan: SavePlan, exchange: PieceExchange, captured: _Capture) -> bool:
+        """Wait a little for a copy that has begun by the right plan; return whether it has ended.
+
+        Then the thread that tells others of this save is woken once, after the copy.
+        """
+        if captured.copied is None or captured.plan is not plan or not exchange.is_done:
+            return False
+        with suppress(FutureTimeoutError):
+            captured.copied.exception(self._short_copy_s)
+        return captured.copied.done()
+
     def _copy(
         self,
         plan: SavePlan,
         exchange: PieceExchange,
         tensors: Sequence[LiveTensor],
         captured: _Capture,
-        task: SaveTask,
+        step: int,
     ) -> CheckpointError | None:
-        """Copy what this rank writes into the shared buffer; return why the copy is not good.
-
-        Of a copy that takes long the save is submitted meanwhile: other ranks may have copied long
-        before this one, and wait for its signs of life.
-        """
-        step = task.part.step
+        """Copy what this rank writes into the shared buffer; return why the copy is not good."""
         try:
             collected = exchange.run()
         except CheckpointError as error:
@@ -267,10 +279,6 @@ class Saver:
                 done = self._begin_copy(plan, [tensors[i] for i in plan.copied])
             for place, data in collected.items():
                 self._buffer.put(plan.pieces[place], data.reshape(-1).data)
-            with suppress(FutureTimeoutError):
-                done.exception(_SHORT_COPY_S)
-            if not done.done():
-                self._background.submit(task)
             done.result()
             captured.watched.check_unchanged(captured.versions, step)
         except CheckpointError as error:

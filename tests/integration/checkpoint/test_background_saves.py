@@ -37,6 +37,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.state_copies import HostCopies
+from keepstep.checkpoint.saving import background as background_module
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.background import BackgroundSaver, SaveTask
 from keepstep.checkpoint.saving.save_plan import plan_save
@@ -262,14 +263,21 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
     monkeypatch: pytest.MonkeyPatch,
     is_last_plan_followed: bool,
 ) -> None:
+    """Before a second copy others get signs of life; after one that soon ends nobody needs any."""
     values = state(1.0)
     saver.save(str(tmp_path), values, step=1).wait(patient(LIMIT_S))
     ended: list[Future[None]] = []
-    begin_copy = SharedBuffer.begin_copy
+    events: list[str] = []
+    begin_copy, submit = SharedBuffer.begin_copy, BackgroundSaver.submit
 
     def begin_and_note(*arguments: Any) -> Future[None]:
+        events.append("copy")
         ended.append(begin_copy(*arguments))
         return ended[-1]
+
+    def submit_and_note(background: BackgroundSaver, task: SaveTask) -> None:
+        events.append("submit")
+        submit(background, task)
 
     def agree(*arguments: Any, begin: Callable[..., None], **options: Any) -> Any:
         def begin_and_change(*captured: Any) -> None:
@@ -282,6 +290,7 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
         return agree_on_save(*arguments, begin=begin_and_change, **options)
 
     monkeypatch.setattr(SharedBuffer, "begin_copy", begin_and_note)
+    monkeypatch.setattr(BackgroundSaver, "submit", submit_and_note)
     monkeypatch.setattr(saver_module, "agree_on_save", agree)
     if not is_last_plan_followed:
         monkeypatch.setattr(collective_plan, "_prepared_exchange", lambda *_: None)
@@ -289,29 +298,45 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
         tensor.fill_(2.0)
     saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
     assert_equal(loaded(tmp_path, 2), state(2.0 if is_last_plan_followed else 3.0))
+    assert events == (["copy", "submit"] if is_last_plan_followed else ["copy", "submit", "copy"])
 
 
+@pytest.mark.parametrize("is_last_plan_followed", [True, False])
 def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_signs_of_life(
-    tmp_path: Path, saver: checkpoint.Saver, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    saver: checkpoint.Saver,
+    monkeypatch: pytest.MonkeyPatch,
+    is_last_plan_followed: bool,
 ) -> None:
+    """Once, also if it has failed before the copy ends."""
+    if is_last_plan_followed:
+        saver.save(str(tmp_path), state(0.0), step=0).wait(patient(LIMIT_S))
     submitted, is_submitted = [], threading.Event()
     submit, copy = BackgroundSaver.submit, HostCopies.copy
 
     def note(background: BackgroundSaver, task: SaveTask) -> None:
         submit(background, task)
-        submitted.append(task.part.step)
+        submitted.append(task)
         is_submitted.set()
 
     def copy_late(*arguments: Any) -> None:
         assert is_submitted.wait(patient(LIMIT_S))
+        assert submitted[0].outcome.result(patient(LIMIT_S)) is not None
+        assert saver._background.wait_idle(patient(LIMIT_S))
         copy(*arguments)
 
-    monkeypatch.setattr(saver_module, "_SHORT_COPY_S", 0.0)
+    def fail(*_: object) -> None:
+        raise CheckpointError("the store is gone")
+
+    monkeypatch.setattr(saver, "_short_copy_s", 0.0)
     monkeypatch.setattr(BackgroundSaver, "submit", note)
+    monkeypatch.setattr(BackgroundSaver, "_write_and_commit", fail)
+    monkeypatch.setattr(background_module, "_QUIET_PARTS", 10**6)
     monkeypatch.setattr(HostCopies, "copy", copy_late)
-    saver.save(str(tmp_path), state(1.0), step=1).wait(patient(LIMIT_S))
-    assert submitted == [1]
-    assert_equal(loaded(tmp_path, 1), state(1.0))
+    handle = saver.save(str(tmp_path), state(1.0), step=1)
+    with pytest.raises(CheckpointError, match="the store is gone"):
+        handle.wait(patient(LIMIT_S))
+    assert [task.part.step for task in submitted] == [1]
 
 
 def mapped_nbytes(pid: int | None) -> int:

@@ -85,6 +85,19 @@ def test_large_tensors_are_streamed_but_for_their_last_bytes(streamed: list[int]
     assert streamed == [MIB, MIB, MIB]
 
 
+class Subclass(torch.Tensor):
+    """May have other memory than it seems, or none."""
+
+
+@needs_kernel
+def test_what_may_have_no_memory_of_its_own_is_not_streamed(streamed: list[int]) -> None:
+    source = torch.randn(MIB)
+    target = torch.empty_like(source)
+    copy_tensors([target], [source.as_subclass(Subclass)])
+    assert torch.equal(target, source)
+    assert streamed == []
+
+
 @needs_kernel
 def test_after_a_wait_for_the_gil_the_rest_is_copied_in_one_call(
     monkeypatch: pytest.MonkeyPatch, streamed: list[int]
