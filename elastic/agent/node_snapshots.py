@@ -123,11 +123,22 @@ class NodeSnapshots:
         )
         if newer is not None:
             await self.commit(newer)
+            self._withdraw_freed()
         # Looked at whenever a worker has joined, too: it waits for the last step to be stored.
         stored = view.checkpoint
         await self._node.worker_group.tell_stored(
             stored.step if stored else -1, stored.generation if stored else 0
         )
+
+    def _withdraw_freed(self) -> None:
+        """Have the record of a node without a place name nothing that its server has freed.
+
+        No report says so, as one of a member does, and a leader that takes the lead now would
+        count on this node.
+        """
+        record, held = self._node.membership.record, self.server.sealed
+        if record.generation != self._node.entered and not set(record.sealed) <= set(held):
+            self._node.membership.update(sealed=held, protected=self.server.protected)
 
     async def commit(self, snapshot: SnapshotId) -> None:
         """Tell the server and the workers that a snapshot is committed."""

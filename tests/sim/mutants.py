@@ -617,6 +617,13 @@ def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(invariants, "_told", lambda _: set())
 
 
+def names_what_its_server_has_freed(patch: pytest.MonkeyPatch) -> None:
+    """A node without a place lists what it held before it heard of newer commits."""
+    patch.setattr(Node, "_withdraw_freed", lambda _: None)
+    # More leases are lost.
+    patch.setattr(node, "RENEWALS", 3)
+
+
 def never_tells_the_coordinator_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
     right = commits.is_due
 
@@ -703,6 +710,7 @@ MUTANTS: dict[str, Patch] = {
             frees_what_it_is_asked_to_store,
             forgets_what_members_were_told,
             never_tells_the_coordinator_of_the_last_step,
+            names_what_its_server_has_freed,
         )
     },
     "leader_does_not_depend_on_having_the_lead": without_leader_condition("leadership"),
@@ -715,6 +723,7 @@ MUTANTS: dict[str, Patch] = {
 
 
 NOTICING_SEEDS = {
+    "names_what_its_server_has_freed": 906,
     "frees_what_it_is_asked_to_store": 359,
     "removes_a_job_that_somebody_has_joined": 256,
     "leader_does_not_depend_on_having_the_lead": 166,

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 TTL_S = 5.0
+RENEWALS = 4
+"""How often a lease is renewed while one lasts."""
 GRACE_S = 10.0
 UNKNOWN_WAIT_S = 2.0
 RANKS = 2
@@ -287,7 +289,7 @@ class Node:
         """Take the answer to a renewal, or ask for one; answers may be slow."""
         assert self.lease is not None
         coordinator = self.simulation.coordinator
-        if self.renewal is None and now_s >= self.renewed_s + TTL_S / 4:
+        if self.renewal is None and now_s >= self.renewed_s + TTL_S / RENEWALS:
             is_slow = not self.simulation.is_calm and self.rng.random() < 0.1
             answer_at_s = now_s + 2.0 if is_slow else now_s
             self.renewal = (now_s, coordinator.renew(self.lease.id), answer_at_s)
@@ -586,6 +588,15 @@ class Node:
         if newer is not None:
             self.simulation.check_commit(newer)
             self._commit(newer)
+            self._withdraw_freed()
+
+    def _withdraw_freed(self) -> None:
+        """Keep the record of a node without a place true, as `NodeSnapshots` does."""
+        held = self._holdings()
+        if self.record.generation != self.worker_generation and not (
+            set(self.record.sealed) <= set(held["sealed"])
+        ):
+            self._update(**held)
 
     @property
     def ended_generation(self) -> int:
