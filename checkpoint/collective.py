@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
+from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -299,8 +299,8 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
 
     The array has the box's shape plus a last axis of an element's bytes.
     """
-    part = plain(tensor.data[box.within(tensor.box).slices])
-    return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
+    part = tensor.data[box.slices_in(tensor.box)]
+    return bytes_of(part).numpy().reshape(*box.shape, part.element_size())
 
 
 def _head_of(data: bytes) -> bytes:

@@ -2,8 +2,8 @@
 
 A usual store reads the cache line that it overwrites, and takes the place of another: a third of
 what moves is in vain, and the data of training are gone from the caches. ISA-L's multiplication of
-a vector by a constant of GF(2^8) uses other stores; by one, it is a copy. On an EPYC two processes
-that copy 100 MB each take 0.7 of the time of PyTorch's copy.
+a vector by a constant of GF(2^8) uses other stores; by one, it is a copy. The part `async` of
+`ops/bench/checkpoint.py` compares saves that copy so with PyTorch's copy alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepstep.checkpoint.isal import isal
 from keepstep.checkpoint.live.tensors import bytes_of, is_plain
 
 _LEAST_NBYTES = 2**20
-"""A call of its own, for which the thread needs the GIL again, pays off for so many bytes."""
+"""Smaller ones are copied together: each call of its own needs the GIL again."""
 
 _MOST_NBYTES = 2**30
 """What one call copies; the kernel takes the length as an int."""

@@ -23,8 +23,9 @@ from keepstep.checkpoint.saving.writer_process import WriterProcess
 
 log = logging.getLogger("keepstep")
 
-_QUIET_PARTS = 6
-"""A copy goes on for this part of the patience of others before this rank says anything."""
+QUIET_PARTS = 6
+"""A copy goes on for this part of the patience of others before this rank says anything, or before
+the save is submitted."""
 
 _END_S = 10.0
 """How long a save that was given up may take to end, in seconds."""
@@ -185,7 +186,7 @@ class BackgroundSaver:
         commit_round: CommitRound | None = None
         try:
             # The copy's thread has the GIL and a core to itself: others miss no sign of life yet.
-            wait([task.copied], self._peer_timeout_s / _QUIET_PARTS)
+            wait([task.copied], self._peer_timeout_s / QUIET_PARTS)
             if self._last_round is not None:
                 self._last_round.forget()
             commit_round = self._last_round = CommitRound(

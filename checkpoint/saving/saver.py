@@ -38,7 +38,13 @@ from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
-from keepstep.checkpoint.saving.background import BackgroundSaver, BufferFile, Copied, SaveTask
+from keepstep.checkpoint.saving.background import (
+    QUIET_PARTS,
+    BackgroundSaver,
+    BufferFile,
+    Copied,
+    SaveTask,
+)
 from keepstep.checkpoint.saving.commit_round import as_told_by
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.messages import WritePart
@@ -50,8 +56,7 @@ from keepstep.checkpoint.stored.chunking import Compression
 log = logging.getLogger("keepstep")
 
 _SHORT_COPY_S = 1.0
-_SHORT_PARTS = 6
-"""So long, or for this part of the patience of others, a save's copy goes on without its thread."""
+"""How long the end of a copy is waited for, at most, before the save is submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +92,7 @@ class Saver:
 
     def __init__(self, *, peer_timeout_s: float = 30.0, close_timeout_s: float = 600.0) -> None:
         self._close_timeout_s = close_timeout_s
-        self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / _SHORT_PARTS)
+        self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / QUIET_PARTS)
         self._background = BackgroundSaver(peer_timeout_s)
         self._buffer = SharedBuffer()
         self._buffer_file: BufferFile | None = None

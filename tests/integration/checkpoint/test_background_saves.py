@@ -331,7 +331,7 @@ def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_si
     monkeypatch.setattr(saver, "_short_copy_s", 0.0)
     monkeypatch.setattr(BackgroundSaver, "submit", note)
     monkeypatch.setattr(BackgroundSaver, "_write_and_commit", fail)
-    monkeypatch.setattr(background_module, "_QUIET_PARTS", 10**6)
+    monkeypatch.setattr(background_module, "QUIET_PARTS", 10**6)
     monkeypatch.setattr(HostCopies, "copy", copy_late)
     handle = saver.save(str(tmp_path), state(1.0), step=1)
     with pytest.raises(CheckpointError, match="the store is gone"):
