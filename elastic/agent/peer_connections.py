@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol as Structure
 from typing import TypeAlias
@@ -56,6 +57,9 @@ from keepstep.transport.protocol import check_name
 log = logging.getLogger("keepstep")
 
 _HANDSHAKE_S = 4.0
+# A process that is killed closes its connections before it refuses new ones: so the first pause is
+# short.
+_FIRST_RETRY_S = 0.01
 _RETRY_S = 0.5
 _REFUSED_RETRY_S = 5.0
 
@@ -257,13 +261,16 @@ class PeerConnections:
     async def _watch_until_dead(self, peer: Peer) -> None:
         has_warned = False
         reached = asyncio.Event()
+        pause_s = 0.0
         while True:
+            began_s = time.monotonic()
             observation = await self._observe(peer, reached, warns=not has_warned)
             match observation:
                 case _Observation.DEAD:
                     break
                 case _Observation.UNKNOWN:
-                    await asyncio.sleep(_RETRY_S)
+                    pause_s = next_pause_s(pause_s, time.monotonic() - began_s)
+                    await asyncio.sleep(pause_s)
                 case _Observation.REFUSED:
                     has_warned = True
                     await asyncio.sleep(_REFUSED_RETRY_S)
@@ -354,6 +361,17 @@ class PeerConnections:
                 await connection.send(message)
             except PeerUnavailable:
                 return  # Whoever receives on it learns of its end too.
+
+
+def next_pause_s(pause_s: float, lasted_s: float) -> float:
+    """Return how long to wait before an agent is connected to again, in seconds.
+
+    Args:
+        pause_s: the last pause; 0 if there was none.
+        lasted_s: how long the connection that has ended, or the attempt to make one, lasted.
+    """
+    is_first = pause_s == 0.0 or lasted_s >= _RETRY_S
+    return _FIRST_RETRY_S if is_first else min(2 * pause_s, _RETRY_S)
 
 
 async def probe(peer: Peer) -> bool | None:

@@ -403,6 +403,44 @@ def test_agent_whose_listener_is_closed_is_declared_dead() -> None:
     play(scenario())
 
 
+def test_agent_that_still_drops_connections_while_it_ends_is_declared_dead_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process closes what is connected before it closes its listener, when it is killed."""
+    monkeypatch.setattr(peer_connections, "_RETRY_S", 3600.0)
+    dropped = asyncio.Queue[None]()
+
+    async def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dropped.put_nowait(None)
+
+    async def scenario() -> None:
+        async with listening("a") as (listener, reports), watching() as (connections, declared):
+            relay = Relay(listener.port)
+            async with acting(relay.visit, *[drop] * 1000) as port:
+                agent = agent_at(port)
+                connections.watch([agent])
+                connections.report(report_of(1))
+                await reports.get()
+                assert relay.to_target is not None
+                relay.to_target.close()
+                for _ in range(3):
+                    await dropped.get()
+            assert await declared.get() == agent
+
+    play(scenario())
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "lasted_s", "expected_s"),
+    [(0.0, 0.0, 0.01), (0.01, 0.1, 0.02), (0.32, 0.1, 0.5), (0.5, 0.1, 0.5), (0.5, 0.5, 0.01)],
+)
+def test_pauses_grow_and_are_short_again_after_a_connection_that_lasted(
+    pause_s: float, lasted_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_connections, "_RETRY_S", 0.5)
+    assert peer_connections.next_pause_s(pause_s, lasted_s) == expected_s
+
+
 def test_port_that_has_never_answered_this_observer_proves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
