@@ -24,12 +24,14 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -75,6 +77,9 @@ from keepstep.checkpoint.stored.zarr_metadata import (
     cells_per_chunk,
     shard_index_nbytes,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from ops.bench.checkpoint import BUCKET, s3_server
 
 RANKS = (64, 1024, 10240)

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,6 +34,8 @@ from numcodecs import blosc, zstd
 from rich.console import Console
 from rich.table import Table
 from torch.optim import AdamW
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.gpt import GPT, GPTConfig, initialize
 from examples.text import Windows, standard_library

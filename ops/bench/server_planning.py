@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import click
@@ -40,6 +42,9 @@ from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.plan_exchange import PlanExchange
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.checkpoint.stored.chunking import plan_chunks
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from ops.bench.checkpoint_scale import Model
 
 NODES = (4, 16, 64)
