@@ -13,16 +13,13 @@ fails on one rank is raised on all of them before the next message: none is left
 
 from __future__ import annotations
 
-import itertools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 
-import numpy as np
 import torch
 
 from keepstep.checkpoint.agreement import (
@@ -32,7 +29,6 @@ from keepstep.checkpoint.agreement import (
     on_all_ranks_gathering,
 )
 from keepstep.checkpoint.collective import (
-    ByteExchange,
     Bytes,
     box_of,
     rank,
@@ -47,12 +43,19 @@ from keepstep.checkpoint.layout.documents import (
     last_holders,
     merged_documents,
 )
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.live.provenance import provenance
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, bytes_of
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
+from keepstep.checkpoint.piece_exchange import (
+    PieceExchange,
+    Pieces,
+    Round,
+    greatest_nbytes,
+    requests_of,
+    rounds_of,
+    wanted_by_round,
+)
 from keepstep.checkpoint.stored.chunking import (
     Compression,
-    PlannedChunk,
     check_compression,
     check_storable,
 )
@@ -63,51 +66,17 @@ from keepstep.checkpoint.stored.shared_plan import (
     entries_by_planner,
     merged_tensor_plan,
     merged_writer_plan,
-    pieces_by_holder,
     plan_share,
     planner_count,
     planner_rank,
 )
 from keepstep.checkpoint.stored.writer import ReadBox
 
-# What a rank receives at once when pieces are exchanged.
-_ROUND_NBYTES = 64 * 2**20
-
-
 Signature = tuple[tuple[object, ...], ...]
 """Of how many ranks which one it is, how cells are compressed, and the rank's boxes.
 
 A box has a key, a data type, a global shape and its place in that.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a piece goes that this rank gets: into this part of the array of a chunk's elements."""
-
-    chunk: tuple[str, Box]
-    slices: tuple[slice, ...]
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """The pieces that this rank exchanges with all others at once, in the order of ranks.
-
-    Attributes:
-        sent: for each piece, which of the rank's tensors it is of, and which part of that.
-        sent_nbytes: what each rank gets.
-        places: where the pieces go that this rank gets.
-        received_nbytes: what each rank sends.
-        chunks: the chunks that get their first piece now, and the shape of their bytes.
-    """
-
-    sent: tuple[tuple[int, tuple[slice, ...]], ...]
-    sent_nbytes: tuple[int, ...]
-    places: tuple[Place, ...]
-    received_nbytes: tuple[int, ...]
-    chunks: tuple[tuple[tuple[str, Box], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -199,7 +168,7 @@ def agree_on_save(
             generations do not fit together; every rank raises.
     """
 
-    def prepare() -> tuple[LiveState, Signature, PieceExchange | None]:
+    def prepare() -> tuple[LiveState, Signature, _Followed | None]:
         check_compression(compression)
         live = capture()
         signature = signature_of(live.tensors, compression)
@@ -207,10 +176,10 @@ def agree_on_save(
         begin(live.tensors, plan)
         if rank() == 0:
             live = _with_provenance(live)
-        return live, signature, None if plan is None else _prepared_exchange(plan, live.tensors)
+        return live, signature, None if plan is None else _followed(plan, live.tensors)
 
     # All ranks take the name that rank 0 gives the attempt.
-    (live, signature, exchange), gathered, pieces = on_all_ranks_exchanging(
+    (live, signature, followed), gathered, pieces = on_all_ranks_exchanging(
         prepare,
         lambda prepared: [
             uuid.uuid4().hex,
@@ -219,24 +188,25 @@ def agree_on_save(
             failure,
             [step, generation],
         ],
-        lambda prepared: () if prepared[2] is None else prepared[2].sent_beside(),
+        lambda prepared: () if prepared[2] is None else prepared[2].exchange.sent_beside(),
     )
     _check_steps([stored for *_, stored in gathered])
     attempt = str(gathered[0][0])
     known = {name for _, name, *_ in gathered}
-    if exchange is None or len(known) > 1:
+    if followed is None or len(known) > 1:
         cache.keep(None)
         plan = _plan(attempt, live.tensors, signature, compression)
         cache.keep(plan)
-        exchange = PieceExchange(plan, live.tensors)
+        exchange = _exchange_of(plan, live.tensors)
     else:
+        plan, exchange = followed.plan, followed.exchange
         exchange.receive_beside(pieces)
     digests = [digests for _, _, digests, *_ in gathered]
     holders = last_holders(digests)
     return AgreedSave(
         attempt=attempt,
         live=live,
-        plan=exchange.plan,
+        plan=plan,
         exchange=exchange,
         documents={
             name: content
@@ -339,7 +309,7 @@ def _plan(
 
     answers = _exchange_json(plan_own_share)
 
-    def merge() -> tuple[WriterPlan, TensorPlan, _Pieces]:
+    def merge() -> tuple[WriterPlan, TensorPlan, Pieces]:
         shares = [_decode(answer) for answer in answers.values()]
         own = merged_writer_plan(
             WriterPlan.from_json(plan) for plan, _ in shares if plan is not None
@@ -349,10 +319,10 @@ def _plan(
         )
         # Each planner has seen its own tensors only.
         check_storable(tensors.tensors)
-        return own, tensors, _wanted_by_round(own)
+        return own, tensors, wanted_by_round(own)
 
     (own, tensors, wanted), wants = on_all_ranks_gathering(
-        merge, lambda merged: [len(merged[2]), _greatest_nbytes(merged[2], merged[0])]
+        merge, lambda merged: [len(merged[2]), greatest_nbytes(merged[2], merged[0])]
     )
     count = max(count for count, _ in wants)
     rounds = _agree_on_rounds(wanted, count, own, held)
@@ -366,12 +336,8 @@ def _plan(
     )
 
 
-_Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
-"""For each round, the pieces that a rank wants, by the rank that holds them."""
-
-
 def _agree_on_rounds(
-    wanted: _Pieces, count: int, own: WriterPlan, held: Sequence[LiveTensor]
+    wanted: Pieces, count: int, own: WriterPlan, held: Sequence[LiveTensor]
 ) -> tuple[Round, ...]:
     """Ask all ranks for the pieces that this one lacks; return the rounds of the exchange.
 
@@ -379,245 +345,31 @@ def _agree_on_rounds(
     """
     if count == 0:
         return ()
-    requests = _exchange_json(lambda: _requests_of(wanted))
-    return on_all_ranks(lambda: _rounds(wanted, requests, count, own, held))
-
-
-def _wanted_by_round(own: WriterPlan) -> _Pieces:
-    wanted: list[dict[int, list[tuple[PlannedChunk, Box]]]] = []
-    nbytes = _ROUND_NBYTES
-    for holder, pieces in sorted(pieces_by_holder(own).items()):
-        for chunk, box in pieces:
-            if nbytes >= _ROUND_NBYTES:
-                wanted.append(defaultdict(list))
-                nbytes = 0
-            wanted[-1][holder].append((chunk, box))
-            nbytes += box.size * _itemsize(own, chunk.key)
-    return wanted
-
-
-def _greatest_nbytes(wanted: _Pieces, own: WriterPlan) -> int:
-    """Return the most that one rank gets from one other in a round."""
-    return max(
-        (
-            sum(box.size * _itemsize(own, chunk.key) for chunk, box in pieces)
-            for pieces_of_round in wanted
-            for pieces in pieces_of_round.values()
-        ),
-        default=0,
-    )
-
-
-def _requests_of(wanted: _Pieces) -> dict[int, Json]:
-    """Return the messages that ask holders for pieces, each with the number of its round."""
-    requests: dict[int, Json] = defaultdict(list)
-    for number, pieces_of_round in enumerate(wanted):
-        for holder, pieces in pieces_of_round.items():
-            requests[holder] += [
-                [number, chunk.key, list(box.offset), list(box.shape)] for chunk, box in pieces
-            ]
-    return requests
-
-
-def _rounds(
-    wanted: _Pieces,
-    requests: Mapping[int, memoryview],
-    count: int,
-    own: WriterPlan,
-    held: Sequence[LiveTensor],
-) -> tuple[Round, ...]:
-    asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
-    for asker, data in requests.items():
-        for number, key, offset, shape in _decode(data):
-            asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
-    positions: dict[str, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(held):
-        positions[tensor.key].append(position)
-    has_memory: set[tuple[str, Box]] = set()
-    rounds = []
-    for number in range(count):
-        sent, sent_nbytes = [], []
-        places: list[Place] = []
-        received_nbytes: list[int] = []
-        for peer in range(world_size()):
-            nbytes = 0
-            for key, box in asked[number].get(peer, ()):
-                position = next(i for i in positions[key] if _has(held[i], box))
-                tensor = held[position]
-                sent.append((position, box.slices_in(tensor.box)))
-                nbytes += box.size * tensor.data.element_size()
-            sent_nbytes.append(nbytes)
-            pieces = wanted[number].get(peer, ()) if number < len(wanted) else ()
-            from_peer = [_place(chunk, box, own) for chunk, box in pieces]
-            received_nbytes.append(sum(place.nbytes for place in from_peer))
-            places += from_peer
-        fresh = {place.chunk: None for place in places if place.chunk not in has_memory}
-        has_memory.update(fresh)
-        rounds.append(
-            Round(
-                sent=tuple(sent),
-                sent_nbytes=tuple(sent_nbytes),
-                places=tuple(places),
-                received_nbytes=tuple(received_nbytes),
-                chunks=tuple(((key, box), (*box.shape, _itemsize(own, key))) for key, box in fresh),
-            )
-        )
-    return tuple(rounds)
-
-
-def _place(chunk: PlannedChunk, box: Box, own: WriterPlan) -> Place:
-    itemsize = _itemsize(own, chunk.key)
-    return Place(
-        chunk=(chunk.key, chunk.box),
-        slices=box.slices_in(chunk.box),
-        shape=(*box.shape, itemsize),
-        nbytes=box.size * itemsize,
-    )
-
-
-def _itemsize(own: WriterPlan, key: str) -> int:
-    return numpy_dtype(own.tensors[key].dtype).itemsize
-
-
-def _has(tensor: LiveTensor, box: Box) -> bool:
-    return box.intersect(tensor.box) == box
+    requests = _exchange_json(lambda: requests_of(wanted))
+    return on_all_ranks(lambda: rounds_of(wanted, requests, count, own, held))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RoundBuffers:
-    """What a rank sends in a round, and where it receives."""
+class _Followed:
+    """A plan that fits, and its exchange, whose first round needs no agreement any more."""
 
-    sent: torch.Tensor
-    received: torch.Tensor
-
-
-class PieceExchange:
-    """Gets the chunks that this rank writes but holds only in part, from the ranks that hold them.
-
-    Memory for a round is taken before ranks depend on each other. For the first round `prepare`
-    takes it; all ranks must have called it, or none.
-
-    Args:
-        plan: the ranks' plan.
-        tensors: what this rank holds.
-    """
-
-    def __init__(self, plan: SharedPlan, tensors: Sequence[LiveTensor]) -> None:
-        self.plan = plan
-        self._held = tensors
-        self._collected: dict[tuple[str, Box], Bytes] = {}
-        self._bytes = ByteExchange()
-        self._first: _RoundBuffers | None = None
-        self._beside: torch.Tensor | None = None
-        self.is_done = False
-        """Whether nothing is left to be exchanged."""
-
-    def prepare(self) -> None:
-        """Take memory for the first round, and copy what this rank sends in it.
-
-        Raises:
-            CheckpointError: PyTorch has no memory for it.
-            MemoryError: there is none.
-        """
-        if self.plan.goes_beside:
-            self._take_chunks(self.plan.rounds[0])
-            self._beside = self._sent(self.plan.rounds[0])
-        elif self.plan.rounds:
-            self._first = self._prepared(self.plan.rounds[0])
-
-    def sent_beside(self) -> Sequence[memoryview]:
-        """Return what goes to each rank beside a message, after `prepare`; nothing without room."""
-        if not self.plan.goes_beside:
-            return ()
-        assert self._beside is not None, "it was prepared"
-        data = self._beside.numpy().data
-        sizes = self.plan.rounds[0].sent_nbytes
-        ends = itertools.accumulate(sizes)
-        return [data[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
-
-    def receive_beside(self, contents: Sequence[memoryview]) -> None:
-        """Take what each rank has sent to this one beside a message, if all follow one plan."""
-        if self.plan.goes_beside:
-            current = self.plan.rounds[0]
-            places = iter(current.places)
-            for content, nbytes in zip(contents, current.received_nbytes, strict=True):
-                self._put(places, np.frombuffer(content, np.uint8, nbytes))
-        self._beside = None
-        self.is_done = not self.plan.rounds or self.plan.goes_beside
-
-    def run(self) -> dict[tuple[str, Box], Bytes]:
-        """Exchange the pieces, unless it is done; return the chunks, by tensor key and box.
-
-        Raises:
-            Exception: what failed on this rank, such as lack of memory.
-            CheckpointError: another rank failed.
-        """
-        for current in () if self.is_done else self.plan.rounds:
-            buffers, self._first = self._first, None
-            if buffers is None:
-                buffers = on_all_ranks(partial(self._prepared, current))
-            self._bytes.run(
-                buffers.sent, current.sent_nbytes, buffers.received, current.received_nbytes
-            )
-            # From here to the next round nothing takes memory that may be lacking.
-            self._put(iter(current.places), buffers.received.numpy())
-        return self._collected
-
-    def _put(self, places: Iterator[Place], data: Bytes) -> None:
-        """Put pieces into their chunks, as long as there are any."""
-        start = 0
-        while start < data.nbytes:
-            place = next(places)
-            end = start + place.nbytes
-            self._collected[place.chunk][place.slices] = data[start:end].reshape(place.shape)
-            start = end
-
-    def _prepared(self, current: Round) -> _RoundBuffers:
-        """Take all memory that a round needs, and fill in what this rank sends.
-
-        Raises:
-            CheckpointError: PyTorch has no memory for it.
-        """
-        self._take_chunks(current)
-        sent = self._sent(current)
-        try:
-            received = torch.empty(sum(current.received_nbytes), dtype=torch.uint8)
-            self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
-        except RuntimeError as error:
-            raise _no_memory(error) from error
-        return _RoundBuffers(sent, received)
-
-    def _take_chunks(self, current: Round) -> None:
-        for place, shape in current.chunks:
-            self._collected[place] = np.empty(shape, np.uint8)
-
-    def _sent(self, current: Round) -> torch.Tensor:
-        """Return what this rank sends in a round.
-
-        Raises:
-            CheckpointError: PyTorch has no memory for it.
-        """
-        pieces = [bytes_of(self._held[position].data[part]) for position, part in current.sent]
-        try:
-            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise _no_memory(error) from error
+    plan: SharedPlan
+    exchange: PieceExchange
 
 
-def _no_memory(error: RuntimeError) -> CheckpointError:
-    # For memory of the CPU PyTorch has no error of its own.
-    return CheckpointError(f"no memory to exchange pieces with other ranks: {error}")
-
-
-def _prepared_exchange(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> PieceExchange | None:
-    """Return an exchange whose first round needs no agreement any more; None without memory."""
-    exchange = PieceExchange(plan, tensors)
+def _followed(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> _Followed | None:
+    """Prepare to follow a plan; None without memory."""
+    exchange = _exchange_of(plan, tensors)
     try:
         exchange.prepare()
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
         # All ranks plan anew then, and agree on why the exchange fails, if it does again.
         return None
-    return exchange
+    return _Followed(plan, exchange)
+
+
+def _exchange_of(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> PieceExchange:
+    return PieceExchange(plan.rounds, tensors, goes_beside=plan.goes_beside)
 
 
 def _by_key(tensors: Sequence[LiveTensor]) -> dict[str, list[LiveTensor]]:
@@ -629,7 +381,7 @@ def _by_key(tensors: Sequence[LiveTensor]) -> dict[str, list[LiveTensor]]:
 
 def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     """Return the bytes of a box of a tensor of which this rank holds these boxes."""
-    return box_of(next(tensor for tensor in tensors if _has(tensor, box)), box)
+    return box_of(next(tensor for tensor in tensors if box.is_within(tensor.box)), box)
 
 
 def _decode(message: memoryview) -> Json:

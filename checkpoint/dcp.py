@@ -178,7 +178,7 @@ class Writer(StorageWriter):
         def read_box(key: str, box: Box) -> npt.NDArray[np.uint8]:
             for item in items[key]:
                 shard_box = _box(item)
-                if shard_box.intersect(box) == box:
+                if box.is_within(shard_box):
                     if id(item) not in resolved:
                         data = planner.resolve_data(item)
                         assert isinstance(data, torch.Tensor)

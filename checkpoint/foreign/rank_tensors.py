@@ -86,7 +86,7 @@ def joined(key: str, joining: Joining, tensors: Mapping[int, ForeignTensor]) -> 
 def array_of_box(key: str, tensor: ForeignTensor, box: Box) -> Array:
     """Return a block of a tensor as one array, whatever pieces have it."""
     for piece in tensor.pieces:
-        if box.size and piece.box.intersect(box) == box:
+        if box.size and box.is_within(piece.box):
             return piece.array.narrow(box.within(piece.box))
     return PiecedArray(key, tensor, box)
 

@@ -65,6 +65,10 @@ class Box:
             extents.append(count)
         return Box(tuple(starts), tuple(extents))
 
+    def is_within(self, outer: Box) -> bool:
+        """Whether all elements of this box are in another one."""
+        return self.intersect(outer) == self
+
     def within(self, outer: Box) -> Box:
         """Return this box in the coordinates of `outer`, which must contain it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)

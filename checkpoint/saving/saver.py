@@ -27,7 +27,6 @@ import torch
 from keepstep.checkpoint.agreement import on_all_ranks
 from keepstep.checkpoint.collective import default_store, rank, world_size
 from keepstep.checkpoint.collective_plan import (
-    PieceExchange,
     PlanCache,
     SharedPlan,
     agree_on_save,
@@ -38,6 +37,7 @@ from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
+from keepstep.checkpoint.piece_exchange import PieceExchange
 from keepstep.checkpoint.saving.background import (
     QUIET_PARTS,
     BackgroundSaver,

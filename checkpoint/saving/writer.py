@@ -157,7 +157,7 @@ class _BufferReader:
 
     def read_box(self, key: str, box: Box) -> Bytes:
         """Return a chunk's bytes, a view of the buffer."""
-        entry = next(e for e in self._entries[key] if e.box.intersect(box) == box)
+        entry = next(e for e in self._entries[key] if box.is_within(e.box))
         values = box_bytes(entry, self._memory, box)
         crc = crc32c.crc32c(np.ascontiguousarray(values).data)
         hashed = chunk_hash(key, self._places[key, box], crc)

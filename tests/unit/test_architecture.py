@@ -65,14 +65,19 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
             " checkpoint.shared_metadata checkpoint.stored"
         ),
-        "checkpoint.collective_plan": (
+        "checkpoint.piece_exchange": (
             "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
             " checkpoint.live checkpoint.stored"
+        ),
+        "checkpoint.collective_plan": (
+            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
+            " checkpoint.live checkpoint.piece_exchange checkpoint.stored"
         ),
         "checkpoint.saving": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
             " checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
-            " checkpoint.server checkpoint.state_mapping checkpoint.stored processes transport"
+            " checkpoint.piece_exchange checkpoint.server checkpoint.state_mapping"
+            " checkpoint.stored processes transport"
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
-from keepstep.checkpoint import collective, collective_plan
+from keepstep.checkpoint import collective, collective_plan, piece_exchange
 from keepstep.checkpoint.collective_plan import (
     AgreedSave,
-    PieceExchange,
     PlanCache,
     SharedPlan,
     agree_on_save,
@@ -22,6 +22,7 @@ from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch, RankFail
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.documents import document_digests
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.piece_exchange import PieceExchange
 from keepstep.checkpoint.stored import chunking
 from keepstep.checkpoint.stored.shared_plan import plan_share
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
@@ -244,18 +245,24 @@ def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
         if ranks.get_rank() == 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(collective_plan.ByteExchange, "reserve", reserve)
+    monkeypatch.setattr(piece_exchange.ByteExchange, "reserve", reserve)
     results = ranks.run(plan_and_gather)
     assert all(isinstance(result, CheckpointError) for result in results), results
 
 
 @pytest.mark.parametrize(
-    "step", ["plan_share", "merged_tensor_plan", "pieces_by_holder", "bytes_of"]
+    ("module", "step"),
+    [
+        (collective_plan, "plan_share"),
+        (collective_plan, "merged_tensor_plan"),
+        (piece_exchange, "pieces_by_holder"),
+        (piece_exchange, "bytes_of"),
+    ],
 )
 def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
-    monkeypatch: pytest.MonkeyPatch, step: str
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str
 ) -> None:
-    act: Callable[..., Any] = getattr(collective_plan, step)
+    act: Callable[..., Any] = getattr(module, step)
     failing_rank = 0 if step == "plan_share" else 1
     ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
@@ -265,7 +272,7 @@ def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
             raise MemoryError("out of memory")
         return act(*arguments)
 
-    monkeypatch.setattr(collective_plan, step, failing)
+    monkeypatch.setattr(module, step, failing)
     results = ranks.run(plan_and_gather)
     expected = [RankFailed] * 3
     assert [type(result) for result in results] == [
@@ -289,7 +296,8 @@ def test_pieces_are_exchanged_without_another_agreement_while_the_plan_stays(
     ranks, agree = ranks_that_agree(monkeypatch)
     first = ranks.run(agree)
     again = ranks.run(agree)
-    monkeypatch.setattr(collective_plan, "on_all_ranks", None)
+    for module in (collective_plan, piece_exchange):
+        monkeypatch.setattr(module, "on_all_ranks", None)
     collected = [
         item
         for result in ranks.run(lambda rank: again[rank].exchange.run())

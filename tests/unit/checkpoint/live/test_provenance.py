@@ -26,7 +26,7 @@ from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.patience import patient
 
 STATE = {"w": torch.arange(3.0)}
-NO_PLAN = SimpleNamespace(rounds=())
+NO_PLAN = SimpleNamespace(rounds=(), goes_beside=False)
 CONFIG = {
     "hidden": 64,
     "rope": {"theta": 1e4, "scaling": None},

@@ -1,0 +1,298 @@
+"""Exchanges pieces of chunks between the ranks that hold them and the ranks that write the chunks.
+
+A writer holds some of its chunks only in part. It gets what it lacks in rounds of bounded size,
+of which all ranks have as many; where there is one round and it is small, beside a message that is
+sent anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from keepstep.checkpoint.agreement import on_all_ranks
+from keepstep.checkpoint.collective import ByteExchange, Bytes, world_size
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
+from keepstep.checkpoint.stored.chunking import PlannedChunk
+from keepstep.checkpoint.stored.shared_plan import WriterPlan, pieces_by_holder
+
+# What a rank receives at once when pieces are exchanged.
+_ROUND_NBYTES = 64 * 2**20
+
+Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
+"""For each round, the pieces that a rank wants, by the rank that holds them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a piece goes that this rank gets: into this part of the array of a chunk's elements."""
+
+    chunk: tuple[str, Box]
+    slices: tuple[slice, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The pieces that this rank exchanges with all others at once, in the order of ranks.
+
+    Attributes:
+        sent: for each piece, which of the rank's tensors it is of, and which part of that.
+        sent_nbytes: what each rank gets.
+        places: where the pieces go that this rank gets.
+        received_nbytes: what each rank sends.
+        chunks: the chunks that get their first piece now, and the shape of their bytes.
+    """
+
+    sent: tuple[tuple[int, tuple[slice, ...]], ...]
+    sent_nbytes: tuple[int, ...]
+    places: tuple[Place, ...]
+    received_nbytes: tuple[int, ...]
+    chunks: tuple[tuple[tuple[str, Box], tuple[int, ...]], ...]
+
+
+def wanted_by_round(own: WriterPlan) -> Pieces:
+    """Return the pieces that a writer lacks, in rounds."""
+    wanted: list[dict[int, list[tuple[PlannedChunk, Box]]]] = []
+    nbytes = _ROUND_NBYTES
+    for holder, pieces in sorted(pieces_by_holder(own).items()):
+        for chunk, box in pieces:
+            if nbytes >= _ROUND_NBYTES:
+                wanted.append(defaultdict(list))
+                nbytes = 0
+            wanted[-1][holder].append((chunk, box))
+            nbytes += box.size * _itemsize(own, chunk.key)
+    return wanted
+
+
+def greatest_nbytes(wanted: Pieces, own: WriterPlan) -> int:
+    """Return the most that one rank gets from one other in a round."""
+    return max(
+        (
+            sum(box.size * _itemsize(own, chunk.key) for chunk, box in pieces)
+            for pieces_of_round in wanted
+            for pieces in pieces_of_round.values()
+        ),
+        default=0,
+    )
+
+
+def requests_of(wanted: Pieces) -> dict[int, Json]:
+    """Return the messages that ask holders for pieces, each with the number of its round."""
+    requests: dict[int, Json] = defaultdict(list)
+    for number, pieces_of_round in enumerate(wanted):
+        for holder, pieces in pieces_of_round.items():
+            requests[holder] += [
+                [number, chunk.key, list(box.offset), list(box.shape)] for chunk, box in pieces
+            ]
+    return requests
+
+
+def rounds_of(
+    wanted: Pieces,
+    requests: Mapping[int, memoryview],
+    count: int,
+    own: WriterPlan,
+    held: Sequence[LiveTensor],
+) -> tuple[Round, ...]:
+    """Return what this rank sends and gets in each round.
+
+    Args:
+        wanted: what it gets.
+        requests: what `requests_of` has returned for this rank on each rank that asks it.
+        count: how many rounds all ranks have.
+        own: what it writes.
+        held: its tensors, which have all that it is asked for.
+    """
+    asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
+    for asker, data in requests.items():
+        for number, key, offset, shape in json.loads(bytes(data)):
+            asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
+    positions: dict[str, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(held):
+        positions[tensor.key].append(position)
+    has_memory: set[tuple[str, Box]] = set()
+    rounds = []
+    for number in range(count):
+        sent, sent_nbytes = [], []
+        places: list[Place] = []
+        received_nbytes: list[int] = []
+        for peer in range(world_size()):
+            nbytes = 0
+            for key, box in asked[number].get(peer, ()):
+                position = next(i for i in positions[key] if box.is_within(held[i].box))
+                tensor = held[position]
+                sent.append((position, box.slices_in(tensor.box)))
+                nbytes += box.size * tensor.data.element_size()
+            sent_nbytes.append(nbytes)
+            pieces = wanted[number].get(peer, ()) if number < len(wanted) else ()
+            from_peer = [_place(chunk, box, own) for chunk, box in pieces]
+            received_nbytes.append(sum(place.nbytes for place in from_peer))
+            places += from_peer
+        fresh = {place.chunk: None for place in places if place.chunk not in has_memory}
+        has_memory.update(fresh)
+        rounds.append(
+            Round(
+                sent=tuple(sent),
+                sent_nbytes=tuple(sent_nbytes),
+                places=tuple(places),
+                received_nbytes=tuple(received_nbytes),
+                chunks=tuple(((key, box), (*box.shape, _itemsize(own, key))) for key, box in fresh),
+            )
+        )
+    return tuple(rounds)
+
+
+def _place(chunk: PlannedChunk, box: Box, own: WriterPlan) -> Place:
+    itemsize = _itemsize(own, chunk.key)
+    return Place(
+        chunk=(chunk.key, chunk.box),
+        slices=box.slices_in(chunk.box),
+        shape=(*box.shape, itemsize),
+        nbytes=box.size * itemsize,
+    )
+
+
+def _itemsize(own: WriterPlan, key: str) -> int:
+    return numpy_dtype(own.tensors[key].dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RoundBuffers:
+    """What a rank sends in a round, and where it receives."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+
+
+class PieceExchange:
+    """Gets the chunks that this rank writes but holds only in part, from the ranks that hold them.
+
+    Memory for a round is taken before ranks depend on each other. For the first round `prepare`
+    takes it; all ranks must have called it, or none.
+
+    Args:
+        rounds: the rounds that the ranks have planned; all have as many.
+        tensors: what this rank holds.
+        goes_beside: there is one round, and what each rank sends in it goes beside a message.
+    """
+
+    def __init__(
+        self, rounds: Sequence[Round], tensors: Sequence[LiveTensor], *, goes_beside: bool
+    ) -> None:
+        self._rounds = rounds
+        self._goes_beside = goes_beside
+        self._held = tensors
+        self._collected: dict[tuple[str, Box], Bytes] = {}
+        self._bytes = ByteExchange()
+        self._first: _RoundBuffers | None = None
+        self._beside: torch.Tensor | None = None
+        self.is_done = False
+        """Whether nothing is left to be exchanged."""
+
+    def prepare(self) -> None:
+        """Take memory for the first round, and copy what this rank sends in it.
+
+        Raises:
+            CheckpointError: PyTorch has no memory for it.
+            MemoryError: there is none.
+        """
+        if self._goes_beside:
+            self._take_chunks(self._rounds[0])
+            self._beside = self._sent(self._rounds[0])
+        elif self._rounds:
+            self._first = self._prepared(self._rounds[0])
+
+    def sent_beside(self) -> Sequence[memoryview]:
+        """Return what goes to each rank beside a message, after `prepare`; nothing without room."""
+        if not self._goes_beside:
+            return ()
+        assert self._beside is not None, "it was prepared"
+        data = self._beside.numpy().data
+        sizes = self._rounds[0].sent_nbytes
+        ends = itertools.accumulate(sizes)
+        return [data[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
+
+    def receive_beside(self, contents: Sequence[memoryview]) -> None:
+        """Take what each rank has sent to this one beside a message, if all follow one plan."""
+        if self._goes_beside:
+            current = self._rounds[0]
+            places = iter(current.places)
+            for content, nbytes in zip(contents, current.received_nbytes, strict=True):
+                self._put(places, np.frombuffer(content, np.uint8, nbytes))
+        self._beside = None
+        self.is_done = not self._rounds or self._goes_beside
+
+    def run(self) -> dict[tuple[str, Box], Bytes]:
+        """Exchange the pieces, unless it is done; return the chunks, by tensor key and box.
+
+        Raises:
+            Exception: what failed on this rank, such as lack of memory.
+            CheckpointError: another rank failed.
+        """
+        for current in () if self.is_done else self._rounds:
+            buffers, self._first = self._first, None
+            if buffers is None:
+                buffers = on_all_ranks(partial(self._prepared, current))
+            self._bytes.run(
+                buffers.sent, current.sent_nbytes, buffers.received, current.received_nbytes
+            )
+            # From here to the next round nothing takes memory that may be lacking.
+            self._put(iter(current.places), buffers.received.numpy())
+        return self._collected
+
+    def _put(self, places: Iterator[Place], data: Bytes) -> None:
+        """Put pieces into their chunks, as long as there are any."""
+        start = 0
+        while start < data.nbytes:
+            place = next(places)
+            end = start + place.nbytes
+            self._collected[place.chunk][place.slices] = data[start:end].reshape(place.shape)
+            start = end
+
+    def _prepared(self, current: Round) -> _RoundBuffers:
+        """Take all memory that a round needs, and fill in what this rank sends.
+
+        Raises:
+            CheckpointError: PyTorch has no memory for it.
+        """
+        self._take_chunks(current)
+        sent = self._sent(current)
+        try:
+            received = torch.empty(sum(current.received_nbytes), dtype=torch.uint8)
+            self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+        except RuntimeError as error:
+            raise _no_memory(error) from error
+        return _RoundBuffers(sent, received)
+
+    def _take_chunks(self, current: Round) -> None:
+        for place, shape in current.chunks:
+            self._collected[place] = np.empty(shape, np.uint8)
+
+    def _sent(self, current: Round) -> torch.Tensor:
+        """Return what this rank sends in a round.
+
+        Raises:
+            CheckpointError: PyTorch has no memory for it.
+        """
+        pieces = [bytes_of(self._held[position].data[part]) for position, part in current.sent]
+        try:
+            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise _no_memory(error) from error
+
+
+def _no_memory(error: RuntimeError) -> CheckpointError:
+    # For memory of the CPU PyTorch has no error of its own.
+    return CheckpointError(f"no memory to exchange pieces with other ranks: {error}")
