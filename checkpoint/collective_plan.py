@@ -45,8 +45,14 @@ from keepstep.checkpoint.layout.documents import (
 )
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
-from keepstep.checkpoint.piece_exchange import (
-    PieceExchange,
+from keepstep.checkpoint.piece_exchange import PieceExchange
+from keepstep.checkpoint.stored.chunking import (
+    Compression,
+    check_compression,
+    check_storable,
+)
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.piece_rounds import (
     Pieces,
     Round,
     greatest_nbytes,
@@ -54,12 +60,6 @@ from keepstep.checkpoint.piece_exchange import (
     rounds_of,
     wanted_by_round,
 )
-from keepstep.checkpoint.stored.chunking import (
-    Compression,
-    check_compression,
-    check_storable,
-)
-from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
@@ -345,8 +345,14 @@ def _agree_on_rounds(
     """
     if count == 0:
         return ()
-    requests = _exchange_json(lambda: requests_of(wanted))
-    return on_all_ranks(lambda: rounds_of(wanted, requests, count, own, held))
+    messages = _exchange_json(lambda: requests_of(wanted))
+
+    def plan_rounds() -> tuple[Round, ...]:
+        requests = {asker: _decode(message) for asker, message in messages.items()}
+        entries = [tensor.entry() for tensor in held]
+        return rounds_of(wanted, requests, count, own, entries, world_size())
+
+    return on_all_ranks(plan_rounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

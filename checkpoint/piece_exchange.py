@@ -8,9 +8,7 @@ sent anyway.
 from __future__ import annotations
 
 import itertools
-import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,154 +16,11 @@ import numpy as np
 import torch
 
 from keepstep.checkpoint.agreement import on_all_ranks
-from keepstep.checkpoint.collective import ByteExchange, Bytes, world_size
+from keepstep.checkpoint.collective import ByteExchange, Bytes
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
-from keepstep.checkpoint.stored.chunking import PlannedChunk
-from keepstep.checkpoint.stored.shared_plan import WriterPlan, pieces_by_holder
-
-# What a rank receives at once when pieces are exchanged.
-_ROUND_NBYTES = 64 * 2**20
-
-Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
-"""For each round, the pieces that a rank wants, by the rank that holds them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a piece goes that this rank gets: into this part of the array of a chunk's elements."""
-
-    chunk: tuple[str, Box]
-    slices: tuple[slice, ...]
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """The pieces that this rank exchanges with all others at once, in the order of ranks.
-
-    Attributes:
-        sent: for each piece, which of the rank's tensors it is of, and which part of that.
-        sent_nbytes: what each rank gets.
-        places: where the pieces go that this rank gets.
-        received_nbytes: what each rank sends.
-        chunks: the chunks that get their first piece now, and the shape of their bytes.
-    """
-
-    sent: tuple[tuple[int, tuple[slice, ...]], ...]
-    sent_nbytes: tuple[int, ...]
-    places: tuple[Place, ...]
-    received_nbytes: tuple[int, ...]
-    chunks: tuple[tuple[tuple[str, Box], tuple[int, ...]], ...]
-
-
-def wanted_by_round(own: WriterPlan) -> Pieces:
-    """Return the pieces that a writer lacks, in rounds."""
-    wanted: list[dict[int, list[tuple[PlannedChunk, Box]]]] = []
-    nbytes = _ROUND_NBYTES
-    for holder, pieces in sorted(pieces_by_holder(own).items()):
-        for chunk, box in pieces:
-            if nbytes >= _ROUND_NBYTES:
-                wanted.append(defaultdict(list))
-                nbytes = 0
-            wanted[-1][holder].append((chunk, box))
-            nbytes += box.size * _itemsize(own, chunk.key)
-    return wanted
-
-
-def greatest_nbytes(wanted: Pieces, own: WriterPlan) -> int:
-    """Return the most that one rank gets from one other in a round."""
-    return max(
-        (
-            sum(box.size * _itemsize(own, chunk.key) for chunk, box in pieces)
-            for pieces_of_round in wanted
-            for pieces in pieces_of_round.values()
-        ),
-        default=0,
-    )
-
-
-def requests_of(wanted: Pieces) -> dict[int, Json]:
-    """Return the messages that ask holders for pieces, each with the number of its round."""
-    requests: dict[int, Json] = defaultdict(list)
-    for number, pieces_of_round in enumerate(wanted):
-        for holder, pieces in pieces_of_round.items():
-            requests[holder] += [
-                [number, chunk.key, list(box.offset), list(box.shape)] for chunk, box in pieces
-            ]
-    return requests
-
-
-def rounds_of(
-    wanted: Pieces,
-    requests: Mapping[int, memoryview],
-    count: int,
-    own: WriterPlan,
-    held: Sequence[LiveTensor],
-) -> tuple[Round, ...]:
-    """Return what this rank sends and gets in each round.
-
-    Args:
-        wanted: what it gets.
-        requests: what `requests_of` has returned for this rank on each rank that asks it.
-        count: how many rounds all ranks have.
-        own: what it writes.
-        held: its tensors, which have all that it is asked for.
-    """
-    asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
-    for asker, data in requests.items():
-        for number, key, offset, shape in json.loads(bytes(data)):
-            asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
-    positions: dict[str, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(held):
-        positions[tensor.key].append(position)
-    has_memory: set[tuple[str, Box]] = set()
-    rounds = []
-    for number in range(count):
-        sent, sent_nbytes = [], []
-        places: list[Place] = []
-        received_nbytes: list[int] = []
-        for peer in range(world_size()):
-            nbytes = 0
-            for key, box in asked[number].get(peer, ()):
-                position = next(i for i in positions[key] if box.is_within(held[i].box))
-                tensor = held[position]
-                sent.append((position, box.slices_in(tensor.box)))
-                nbytes += box.size * tensor.data.element_size()
-            sent_nbytes.append(nbytes)
-            pieces = wanted[number].get(peer, ()) if number < len(wanted) else ()
-            from_peer = [_place(chunk, box, own) for chunk, box in pieces]
-            received_nbytes.append(sum(place.nbytes for place in from_peer))
-            places += from_peer
-        fresh = {place.chunk: None for place in places if place.chunk not in has_memory}
-        has_memory.update(fresh)
-        rounds.append(
-            Round(
-                sent=tuple(sent),
-                sent_nbytes=tuple(sent_nbytes),
-                places=tuple(places),
-                received_nbytes=tuple(received_nbytes),
-                chunks=tuple(((key, box), (*box.shape, _itemsize(own, key))) for key, box in fresh),
-            )
-        )
-    return tuple(rounds)
-
-
-def _place(chunk: PlannedChunk, box: Box, own: WriterPlan) -> Place:
-    itemsize = _itemsize(own, chunk.key)
-    return Place(
-        chunk=(chunk.key, chunk.box),
-        slices=box.slices_in(chunk.box),
-        shape=(*box.shape, itemsize),
-        nbytes=box.size * itemsize,
-    )
-
-
-def _itemsize(own: WriterPlan, key: str) -> int:
-    return numpy_dtype(own.tensors[key].dtype).itemsize
+from keepstep.checkpoint.stored.piece_rounds import Place, Round
 
 
 @dataclass(frozen=True, slots=True, eq=False)

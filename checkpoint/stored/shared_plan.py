@@ -9,7 +9,6 @@ chunks.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,15 +171,6 @@ def merged_tensor_plan(plans: Iterable[TensorPlan]) -> TensorPlan:
         tensors |= plan.tensors
         writers |= plan.writers
     return TensorPlan(tensors, writers)
-
-
-def pieces_by_holder(plan: WriterPlan) -> dict[int, list[tuple[PlannedChunk, Box]]]:
-    """Return the pieces that a writer needs, by the rank that holds them, in the plan's order."""
-    needed: dict[int, list[tuple[PlannedChunk, Box]]] = defaultdict(list)
-    for chunk in plan.chunks:
-        for piece in chunk.pieces:
-            needed[piece.holder].append((chunk, piece.box))
-    return needed
 
 
 def _tensor_to_json(tensor: StoredTensor) -> Json:

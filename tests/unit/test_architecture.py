@@ -190,6 +190,8 @@ PURE = (
     "checkpoint.stored.listings",
     "checkpoint.stored.manifest",
     "checkpoint.stored.object_names",
+    "checkpoint.stored.piece_rounds",
+    "checkpoint.stored.shared_plan",
     "checkpoint.stored.stored_json",
     "checkpoint.stored.strict_json",
     "checkpoint.stored.transfer_sizes",

@@ -255,7 +255,8 @@ def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
     [
         (collective_plan, "plan_share"),
         (collective_plan, "merged_tensor_plan"),
-        (piece_exchange, "pieces_by_holder"),
+        (collective_plan, "wanted_by_round"),
+        (collective_plan, "rounds_of"),
         (piece_exchange, "bytes_of"),
     ],
 )
