@@ -1,9 +1,8 @@
-"""Implements the store contract over etcd, with the stubs of the `etcd3` package and asyncio gRPC.
+"""Implements the store contract over etcd, with messages of the `etcd3` package and asyncio gRPC.
 
-Only agents, monitors and commands load this module: the package's generated code needs protobuf's
-pure-Python implementation, which must be chosen before protobuf is first imported, so a training
-process never imports it. The package's own client and watcher are not used: they know one endpoint,
-and the watcher's thread dies with its connection.
+Only agents, monitors and commands load this module, for training needs no coordinator. The
+package's own client and watcher are not used: they know one endpoint, and the watcher's thread dies
+with its connection.
 
 Credentials come from the environment (`keepstep.elastic.store.credentials`). When a token has
 expired, or a restarted member no longer knows it, the client authenticates again.
@@ -21,11 +20,13 @@ import logging
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
 
 from keepstep.elastic.errors import LeaseLost, StoreUnavailable, UsageError
 from keepstep.elastic.store.address import Access, Address
@@ -41,27 +42,7 @@ from keepstep.elastic.store.contract import (
     Reset,
 )
 from keepstep.elastic.store.credentials import Credentials
-
-if "google.protobuf" not in sys.modules:
-    os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
-
-import grpc
-import grpc.aio
-
-try:
-    from etcd3.etcdrpc import (
-        AuthStub,
-        KVStub,
-        LeaseStub,
-        WatchStub,
-        kv_pb2,
-        rpc_pb2,
-    )
-except TypeError as error:  # What protobuf's C++ implementation raises for old generated code.
-    raise UsageError(
-        "protobuf was imported before keepstep's coordinator client, with an implementation that "
-        "cannot load it; set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python in the environment"
-    ) from error
+from keepstep.elastic.store.etcd_messages import kv, rpc, stub
 
 log = logging.getLogger("keepstep")
 
@@ -156,9 +137,7 @@ class EtcdStore:
 
     async def read(self, prefix: str, limit: int = 0) -> Listing:
         """See `Store.read`."""
-        request = rpc_pb2.RangeRequest(
-            key=prefix.encode(), range_end=_prefix_end(prefix), limit=limit
-        )
+        request = rpc.RangeRequest(key=prefix.encode(), range_end=_prefix_end(prefix), limit=limit)
         reply = await self._call(lambda endpoint: endpoint.kv.Range(request, **self._options()))
         return Listing(reply.header.revision, tuple(_key_value(item) for item in reply.kvs))
 
@@ -166,7 +145,7 @@ class EtcdStore:
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
     ) -> Committed:
         """See `Store.commit`."""
-        request = rpc_pb2.TxnRequest(
+        request = rpc.TxnRequest(
             compare=[_compare(condition) for condition in conditions],
             success=[_operation(operation) for operation in operations],
         )
@@ -177,7 +156,7 @@ class EtcdStore:
 
     async def grant(self, ttl_s: float) -> int:
         """See `Store.grant`."""
-        request = rpc_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        request = rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         reply = await self._call(
             lambda endpoint: endpoint.lease.LeaseGrant(request, **self._options())
         )
@@ -190,7 +169,7 @@ class EtcdStore:
             # Requests that are iterated over are sent by a task, which can outlive the call.
             call = endpoint.lease.LeaseKeepAlive(**self._options())
             try:
-                await call.write(rpc_pb2.LeaseKeepAliveRequest(ID=lease))
+                await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
                 reply = await call.read()
             finally:
                 call.cancel()
@@ -205,7 +184,7 @@ class EtcdStore:
 
     async def revoke(self, lease: int) -> None:
         """See `Store.revoke`."""
-        request = rpc_pb2.LeaseRevokeRequest(ID=lease)
+        request = rpc.LeaseRevokeRequest(ID=lease)
         try:
             await self._call(
                 lambda endpoint: endpoint.lease.LeaseRevoke(request, **self._options())
@@ -259,14 +238,14 @@ class EtcdStore:
     async def _watch_once(
         self, endpoint: _Endpoint, prefix: str, after: int
     ) -> AsyncIterator[tuple[Change, ...] | Reset]:
-        create = rpc_pb2.WatchCreateRequest(
+        create = rpc.WatchCreateRequest(
             key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
         )
 
         ended = asyncio.Event()
 
         async def requests() -> AsyncIterator[Any]:
-            yield rpc_pb2.WatchRequest(create_request=create)
+            yield rpc.WatchRequest(create_request=create)
             # Their end would be that of the watch.
             await ended.wait()
 
@@ -353,7 +332,7 @@ class EtcdStore:
                 f"etcd at {endpoint.address} requires a user; "
                 "set ETCDCTL_USER and ETCDCTL_PASSWORD, as for etcdctl"
             )
-        request = rpc_pb2.AuthenticateRequest(
+        request = rpc.AuthenticateRequest(
             name=self._credentials.user, password=self._credentials.password
         )
         try:
@@ -391,8 +370,9 @@ def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
         channel = grpc.aio.secure_channel(address, channel_credentials, options=options)
     else:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    services = ("Auth", "KV", "Lease", "Watch")
     return _Endpoint(
-        address, channel, *(stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub))
+        address, channel, *(stub(f"etcdserverpb.{service}", channel) for service in services)
     )
 
 
@@ -433,25 +413,21 @@ def _key_value(item: Any) -> KeyValue:
 
 
 def _compare(condition: Modified | Created) -> Any:
-    fields = {"key": condition.key.encode(), "result": rpc_pb2.Compare.EQUAL}
+    fields = {"key": condition.key.encode(), "result": rpc.Compare.EQUAL}
     if isinstance(condition, Modified):
-        return rpc_pb2.Compare(
-            target=rpc_pb2.Compare.MOD, mod_revision=condition.revision, **fields
-        )
-    return rpc_pb2.Compare(
-        target=rpc_pb2.Compare.CREATE, create_revision=condition.revision, **fields
-    )
+        return rpc.Compare(target=rpc.Compare.MOD, mod_revision=condition.revision, **fields)
+    return rpc.Compare(target=rpc.Compare.CREATE, create_revision=condition.revision, **fields)
 
 
 def _operation(operation: Put | Delete) -> Any:
     if isinstance(operation, Put):
-        put = rpc_pb2.PutRequest(
+        put = rpc.PutRequest(
             key=operation.key.encode(), value=operation.value, lease=operation.lease
         )
-        return rpc_pb2.RequestOp(request_put=put)
+        return rpc.RequestOp(request_put=put)
     end = _prefix_end(operation.key) if operation.prefix else b""
-    delete = rpc_pb2.DeleteRangeRequest(key=operation.key.encode(), range_end=end)
-    return rpc_pb2.RequestOp(request_delete_range=delete)
+    delete = rpc.DeleteRangeRequest(key=operation.key.encode(), range_end=end)
+    return rpc.RequestOp(request_delete_range=delete)
 
 
 def _by_revision(events: Sequence[Any]) -> list[tuple[Change, ...]]:
@@ -461,7 +437,7 @@ def _by_revision(events: Sequence[Any]) -> list[tuple[Change, ...]]:
     """
     grouped: list[list[Change]] = []
     for event in events:
-        deleted = event.type == kv_pb2.Event.DELETE
+        deleted = event.type == kv.Event.DELETE
         revision = event.kv.mod_revision
         change = Change(
             event.kv.key.decode(errors="replace"),

@@ -22,6 +22,8 @@ from keepstep.elastic.store.contract import Put, Reset
 from keepstep.elastic.store.credentials import Credentials, coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd, binary
 from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.etcd_messages import auth as auth_messages
+from keepstep.elastic.store.etcd_messages import rpc, stub
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.private_files import write_file
 from tests.integration.store.cluster import EtcdCluster
@@ -98,26 +100,24 @@ def plain_etcd() -> Iterator[EtcdCluster]:
 
 async def enable_users(endpoint: str) -> None:
     """Turn on access control; add a root user and an agent that may use /t/ and /keepstep/."""
-    from etcd3.etcdrpc import AuthStub, auth_pb2, rpc_pb2
-
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        auth = AuthStub(channel)
-        await auth.RoleAdd(rpc_pb2.AuthRoleAddRequest(name="root"))
-        await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="root", password="root"))
-        await auth.UserGrantRole(rpc_pb2.AuthUserGrantRoleRequest(user="root", role="root"))
-        await auth.RoleAdd(rpc_pb2.AuthRoleAddRequest(name="job"))
+        auth = stub("etcdserverpb.Auth", channel)
+        await auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"))
+        await auth.UserAdd(rpc.AuthUserAddRequest(name="root", password="root"))
+        await auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"))
+        await auth.RoleAdd(rpc.AuthRoleAddRequest(name="job"))
         for prefix in (b"/t/", b"/keepstep/"):
-            allowed = auth_pb2.Permission(
-                permType=auth_pb2.Permission.READWRITE,
+            allowed = auth_messages.Permission(
+                permType=auth_messages.Permission.READWRITE,
                 key=prefix,
                 range_end=prefix[:-1] + bytes([prefix[-1] + 1]),
             )
             await auth.RoleGrantPermission(
-                rpc_pb2.AuthRoleGrantPermissionRequest(name="job", perm=allowed)
+                rpc.AuthRoleGrantPermissionRequest(name="job", perm=allowed)
             )
-        await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="agent", password=PASSWORD))
-        await auth.UserGrantRole(rpc_pb2.AuthUserGrantRoleRequest(user="agent", role="job"))
-        await auth.AuthEnable(rpc_pb2.AuthEnableRequest())
+        await auth.UserAdd(rpc.AuthUserAddRequest(name="agent", password=PASSWORD))
+        await auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="agent", role="job"))
+        await auth.AuthEnable(rpc.AuthEnableRequest())
 
 
 def test_encrypted_coordinator_accepts_only_clients_with_a_certificate(
@@ -341,15 +341,14 @@ def test_client_switches_from_a_member_that_requires_a_token_but_grants_none(
 
 async def change_users(endpoint: str) -> None:
     """Add a user, which makes all tokens invalid."""
-    from etcd3.etcdrpc import AuthStub, rpc_pb2
-
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        auth = AuthStub(channel)
+        auth = stub("etcdserverpb.Auth", channel)
         token = (
-            await auth.Authenticate(rpc_pb2.AuthenticateRequest(name="root", password="root"))
+            await auth.Authenticate(rpc.AuthenticateRequest(name="root", password="root"))
         ).token
         await auth.UserAdd(
-            rpc_pb2.AuthUserAddRequest(name="new", password="new"), metadata=(("token", token),)
+            rpc.AuthUserAddRequest(name="new", password="new"),
+            metadata=(("token", token),),
         )
 
 

@@ -12,6 +12,7 @@ from keepstep.elastic.errors import StoreUnavailable
 from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Change, Created, Put, Reset, Store
 from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.etcd_messages import rpc, stub
 from tests.integration.store.cluster import EtcdCluster
 from tests.patience import patient
 
@@ -137,11 +138,11 @@ def test_watch_is_reset_if_history_was_compacted_after_its_member_died(
 async def compact(endpoint: str, revision: int) -> None:
     """Compact etcd's history up to a revision, as its operators do from time to time."""
     import grpc.aio
-    from etcd3.etcdrpc import KVStub, rpc_pb2
 
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        await KVStub(channel).Compact(
-            rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=patient(10)
+        await stub("etcdserverpb.KV", channel).Compact(
+            rpc.CompactionRequest(revision=revision, physical=True),
+            timeout=patient(10),
         )
 
 

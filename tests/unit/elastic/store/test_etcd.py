@@ -14,7 +14,8 @@ import pytest
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.credentials import Credentials
-from keepstep.elastic.store.etcd import EtcdStore, kv_pb2, rpc_pb2
+from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.etcd_messages import kv, rpc
 from tests.patience import patient
 
 ADDRESS = Address(("127.0.0.1:1",), Access.PLAIN)
@@ -114,9 +115,9 @@ class CancellingMember:
 
     async def read(self) -> Any:
         if self.watches[-1] == self._until_token is not None:
-            event = kv_pb2.Event(kv=kv_pb2.KeyValue(key=b"/t/a", mod_revision=5))
-            return rpc_pb2.WatchResponse(events=[event])
-        return rpc_pb2.WatchResponse(created=True, canceled=True, cancel_reason=self._reason)
+            event = kv.Event(kv=kv.KeyValue(key=b"/t/a", mod_revision=5))
+            return rpc.WatchResponse(events=[event])
+        return rpc.WatchResponse(created=True, canceled=True, cancel_reason=self._reason)
 
     def cancel(self) -> None:
         return
@@ -124,7 +125,7 @@ class CancellingMember:
     async def Range(self, _: object, *, metadata: Sequence[tuple[str, str]], **__: object) -> Any:
         self.ranges.append(dict(metadata).get("token"))
         if self.ranges[-1] == self._until_token:
-            return rpc_pb2.RangeResponse()
+            return rpc.RangeResponse()
         nothing = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(
             grpc.StatusCode.UNAUTHENTICATED, nothing, nothing, details=self._reason
@@ -132,7 +133,7 @@ class CancellingMember:
 
     async def Authenticate(self, *_: object, **__: object) -> Any:
         self.authentications += 1
-        return rpc_pb2.AuthenticateResponse(token=f"token {self.authentications}")
+        return rpc.AuthenticateResponse(token=f"token {self.authentications}")
 
 
 def recorded_pauses(monkeypatch: pytest.MonkeyPatch, most: int) -> list[float]:
