@@ -43,6 +43,7 @@ from keepstep.elastic.store.contract import (
 )
 from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.etcd_messages import kv, rpc, stub
+from keepstep.elastic.store.renewal_stream import RenewalStream
 
 log = logging.getLogger("keepstep")
 
@@ -108,6 +109,8 @@ class EtcdStore:
         ]
         self._current = 0
         self._watches: dict[Any, _Endpoint] = {}
+        self._renewals: tuple[_Endpoint, RenewalStream] | None = None
+        self._is_renewing = asyncio.Lock()
 
     @classmethod
     async def connect(
@@ -164,20 +167,8 @@ class EtcdStore:
 
     async def renew(self, lease: int) -> float:
         """See `Store.renew`."""
-
-        async def renew_once(endpoint: _Endpoint) -> Any:
-            # Requests that are iterated over are sent by a task, which can outlive the call.
-            call = endpoint.lease.LeaseKeepAlive(**self._options())
-            try:
-                await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
-                reply = await call.read()
-            finally:
-                call.cancel()
-            if reply is grpc.aio.EOF:
-                raise StoreUnavailable("the stream ended")
-            return reply
-
-        reply = await self._call(renew_once)
+        async with self._is_renewing:
+            reply = await self._call(lambda endpoint: self._renewals_at(endpoint).renew(lease))
         if reply.TTL <= 0:
             raise LeaseLost(f"lease {lease:x} has ended")
         return float(reply.TTL)
@@ -233,6 +224,8 @@ class EtcdStore:
 
     async def close(self) -> None:
         """See `Store.close`."""
+        if self._renewals is not None:
+            self._renewals[1].close()
         await asyncio.gather(*(endpoint.channel.close() for endpoint in self._endpoints))
 
     async def _watch_once(
@@ -315,6 +308,19 @@ class EtcdStore:
                 )
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+
+    def _renewals_at(self, endpoint: _Endpoint) -> RenewalStream:
+        """Return the stream on which leases are renewed, to this endpoint from now on."""
+        if self._renewals is not None:
+            used, stream = self._renewals
+            if used is endpoint and not stream.has_ended:
+                return stream
+            stream.close()
+        stream = RenewalStream(
+            lambda: endpoint.lease.LeaseKeepAlive(metadata=self._token), _ATTEMPT_S
+        )
+        self._renewals = (endpoint, stream)
+        return stream
 
     def _options(self) -> dict[str, Any]:
         return {"timeout": _ATTEMPT_S, "metadata": self._token}

@@ -93,6 +93,7 @@ def test_lease_outlives_the_member_that_granted_it(members: EtcdCluster) -> None
         async with connected(beginning_with(members, 1)) as store:
             lease = await store.grant(30.0)
             await store.commit((), (Put("/t/a", b"value", lease),))
+            assert await store.renew(lease) > 0
             await asyncio.to_thread(members.kill, 1)
             assert await store.renew(lease) > 0
             (item,) = (await store.read("/t/")).items
