@@ -20,7 +20,9 @@ many as there are cores if that is fewer: ranks that share a core wait for each 
 the others, and `memcpy_s` how long the ranks take to copy the same bytes into memory that they have
 written before, just before each save. `cpu_ratio` is the same ratio in processor time of the
 training's process, which other load does not change. DCP's forms write in a thread or a process,
-from memory of its own, shared or page-locked. keepstep's process writes at a low priority.
+from memory of its own, shared or page-locked. keepstep's process writes at a low priority; from
+the return of a save until it is durable takes `background_s`. `checksum_share` is the processor
+time of a rank's checksums over that, `checksum_cpu_share` over the processor time of all writing.
 
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.
@@ -69,7 +71,10 @@ COLUMNS = (
     "replicas_s", "replicas_read_ratio", "peak_extra_bytes", "objects",
 )  # fmt: skip
 
-BACKGROUND_COLUMNS = ("first_blocked_s", "blocked_s", "memcpy_s", "ratio", "cpu_ratio")
+BACKGROUND_COLUMNS = (
+    "first_blocked_s", "blocked_s", "memcpy_s", "ratio", "cpu_ratio",
+    "background_s", "checksum_share", "checksum_cpu_share",
+)  # fmt: skip
 
 BACKGROUND_RANKS = min(4, os.cpu_count() or 1)
 

@@ -12,12 +12,15 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import crc32c
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,6 +31,8 @@ import keepstep.checkpoint.api  # Imported before measuring, as DCP is.
 import keepstep.checkpoint.saving.process_saver
 import keepstep.checkpoint.stored.files
 from keepstep import checkpoint
+from keepstep.checkpoint.stored.chunking import CELL_NBYTES
+from ops.bench.processor_time import processor_s
 
 # The first one pays for memory and processes.
 BACKGROUND_SAVES = 6
@@ -186,7 +191,7 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
     """Save several times; return for how long the slowest rank was blocked, and copied."""
     start = start_in_background(work.contender)
     warm = {name: torch.ones_like(local(tensor)) for name, tensor in tensors.items()}
-    blocked, copied, cpu_ratios = [], [], []
+    blocked, copied, cpu_ratios, writing, durable = [], [], [], [], []
     for number in range(BACKGROUND_SAVES):
         dist.barrier()
         began, cpu_0 = time.monotonic(), time.process_time()
@@ -195,13 +200,26 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
         cpu_1 = time.process_time()
         copied.append(greatest(time.monotonic() - began))
         dist.barrier()
+        writer_0 = children_s()
         began, cpu_2 = time.monotonic(), time.process_time()
         wait = start(tensors, f"{work.directory}/{number}")
         cpu_3 = time.process_time()
         blocked.append(greatest(time.monotonic() - began))
         cpu_ratios.append(greatest((cpu_3 - cpu_2) / (cpu_1 - cpu_0)))
+        returned = time.monotonic()
         wait()
+        durable.append(greatest(time.monotonic() - returned))
+        writing.append(total(children_s() - writer_0))
+    own = {}
+    if work.contender == "keepstep":
+        checksums = checksums_s(warm.values())
+        own = {
+            "background_s": statistics.median(durable[1:]),
+            "checksum_share": greatest(checksums) / statistics.median(durable[1:]),
+            "checksum_cpu_share": total(checksums) / statistics.median(writing[1:]),
+        }
     return {
+        **own,
         "first_blocked_s": blocked[0],
         "blocked_s": statistics.median(blocked[1:]),
         "memcpy_s": statistics.median(copied[1:]),
@@ -235,6 +253,21 @@ def load(work: Work, tensors: dict[str, torch.Tensor]) -> None:
 
             for name, tensor in load_file(work.own_file("safetensors")).items():
                 local(tensors[name]).copy_(tensor)
+
+
+def children_s() -> float:
+    """Return the processor seconds of the processes that this one has started and that run."""
+    return processor_s(psutil.Process().children(recursive=True))
+
+
+def checksums_s(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the processor seconds that checksums of these bytes take, cell by cell."""
+    data = [memoryview(tensor.numpy().reshape(-1).view(np.uint8)) for tensor in tensors]
+    began = time.process_time()
+    for content in data:
+        for first in range(0, len(content), CELL_NBYTES[1]):
+            crc32c.crc32c(content[first : first + CELL_NBYTES[1]])
+    return time.process_time() - began
 
 
 def read_bytes() -> int:
