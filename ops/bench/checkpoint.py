@@ -10,8 +10,11 @@ host of a virtual disk has its own cache: it holds what was written through this
 and not direct writes (as keepstep writes large files). So `first_load_s` is the first load after
 saving, and the files are read once before all other loads, so that every contender's files are
 cached alike. safetensors and torch.save cannot change the layout. Orbax saves JAX's arrays, not
-torch's shards: one process saves and loads the full state as NumPy arrays. `disk_ratio` is the rate
-to durable over that of one big sequential write with fsync, in the same repetition. A read ratio is
+torch's shards: one process saves and loads the full state as NumPy arrays. Saves are timed in turns
+of all contenders, in another order each turn: what a disk takes at once depends on what was written
+before. `disk_ratio` is the rate to durable over that of one big sequential write with fsync at the
+turn's beginning; `save_peak_ratio` the memory that a save takes at most, of all ranks, over the
+state's bytes (`peak_extra_bytes` is the most of a save and of the loads). A read ratio is
 the bytes that all ranks read from files per byte of tensors, each tensor counted once.
 
 The part `async` saves in the background, six times in one process group of four ranks, or of as
@@ -41,7 +44,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -68,7 +71,7 @@ IN_BACKGROUND = ("keepstep", *DCP_FORMS, "torch_checkpointing")
 BUCKET = "bench"
 COLUMNS = (
     "blocked_s", "durable_s", "disk_ratio", "first_load_s", "load_s", "reshard_s", "read_ratio",
-    "replicas_s", "replicas_read_ratio", "peak_extra_bytes", "objects",
+    "replicas_s", "replicas_read_ratio", "save_peak_ratio", "peak_extra_bytes", "objects",
 )  # fmt: skip
 
 BACKGROUND_COLUMNS = (
@@ -79,6 +82,7 @@ BACKGROUND_COLUMNS = (
 BACKGROUND_RANKS = min(4, os.cpu_count() or 1)
 
 LOADS = 3  # for each layout: the time of a single load varies by half
+SAVES = 5
 
 Result = dict[str, Any]
 
@@ -105,13 +109,14 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
         background: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
         rates: list[float] = []
-        for _ in range(repeats):
-            rates.append(disk_rate(workspace, size))
-            for name, results in runs.items():
+        for number in range(repeats):
+            saves = saves_in_turn(workspace, size)
+            rates += [rate for rate, _ in saves]
+            for name in rotated(CONTENDERS, number):
                 result = measure(name, workspace, size)
                 if "reason" not in result:
-                    result["disk_ratio"] = result["nbytes"] / result["durable_s"] / rates[-1]
-                results.append(result)
+                    result |= of_saves(name, saves)
+                runs[name].append(result)
                 console.print(name, result)
         for _ in range(repeats):
             for name, results in background.items():
@@ -177,6 +182,49 @@ def summary(runs: dict[str, list[Result]], columns: Sequence[str] = COLUMNS) -> 
 def _median(values: list[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return round(statistics.median(present), 4) if present else None
+
+
+def rotated(names: Sequence[str], turn: int) -> Sequence[str]:
+    """Return the names in an order in which another one comes first in each turn."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def saves_in_turn(workspace: Path, megabytes: int) -> list[tuple[float, dict[str, Result]]]:
+    """Return, for some turns, the disk's rate and how long each contender takes to save."""
+    turns = []
+    for turn in range(SAVES):
+        rate = disk_rate(workspace, megabytes)
+        saves: dict[str, Result] = {}
+        for name in rotated(CONTENDERS, turn):
+            directory = workspace / f"{name}-save"
+            directory.mkdir()
+            os.sync()
+            world = 1 if name in SINGLE_PROCESS else 4
+            with suppress(RuntimeError):  # Whoever cannot save has no other figures either.
+                saves[name] = ranks(
+                    "save", name, "fsdp", world, str(directory), workspace, megabytes
+                )
+            shutil.rmtree(directory)
+        turns.append((rate, saves))
+    return turns
+
+
+def of_saves(name: str, turns: Sequence[tuple[float, dict[str, Result]]]) -> Result:
+    """Return the medians of a contender's saves over the turns."""
+    own = [(rate, saves[name]) for rate, saves in turns if name in saves]
+    if not own:
+        return {}
+    return {
+        "blocked_s": statistics.median(save["blocked_s"] for _, save in own),
+        "durable_s": statistics.median(save["durable_s"] for _, save in own),
+        "disk_ratio": statistics.median(
+            save["nbytes"] / save["durable_s"] / rate for rate, save in own
+        ),
+        "save_peak_ratio": statistics.median(
+            save["peak_extra_bytes"] / save["nbytes"] for _, save in own
+        ),
+    }
 
 
 def disk_rate(workspace: Path, megabytes: int) -> float:
