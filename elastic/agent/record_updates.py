@@ -12,7 +12,7 @@ _PROGRESS_WRITES_PER_S = 20
 """How often all nodes together write how far they are, while nothing else is to be written.
 
 People read that, and a leader that a node's reports do not reach."""
-_LEAST_PROGRESS_PAUSE_S = 3.0
+_LEAST_PROGRESS_PAUSE_S = 5.0
 """How long a node pauses between such writes at least: each takes several ms of a processor."""
 
 
