@@ -286,7 +286,7 @@ def test_report_of_a_client_that_connected_before_admission_arrives_after_it() -
         ):
             connections.report(report_of(1))
             connections.watch([agent_at(listener.port)])
-            await asyncio.sleep(0.1)
+            await until(lambda: listener._listener.pending == 1)
             await listener.admit(SECRET, reports.put_nowait)
             assert await reports.get() == report_of(1)
             assert declared.empty()
@@ -489,7 +489,7 @@ def test_another_name_at_an_agents_port_means_that_it_is_dead(
 
 
 def test_agent_of_another_version_is_refused_alone_and_not_declared_dead(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Later(Message, frozen=True, kw_only=True):
         pass
@@ -504,6 +504,14 @@ def test_agent_of_another_version_is_refused_alone_and_not_declared_dead(
     async def ignore(_: object) -> None:
         pass
 
+    attempts: list[str] = []
+
+    async def counted(address: str, *arguments: Any, **options: Any) -> Any:
+        attempts.append(address.removeprefix("tcp:"))
+        return await open_stream(address, *arguments, **options)
+
+    monkeypatch.setattr(peer_connections, "open_stream", counted)
+
     async def scenario() -> None:
         newer = StreamListener(f"tcp:{HOST}:0", later, "newer", ignore)
         newer.start()
@@ -514,7 +522,7 @@ def test_agent_of_another_version_is_refused_alone_and_not_declared_dead(
             for step in (1, 2):
                 connections.report(report_of(step))
                 assert await reports.get() == report_of(step)
-            await asyncio.sleep(0.1)
+            await until(lambda: attempts.count(agent.agent) >= 3)
             assert declared.empty()
             assert await probe(agent) is True
             # The other way round: the newer agent connects to this one.
@@ -578,11 +586,18 @@ def test_connection_that_fails_without_a_refusal_proves_no_death(
     visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_connections, "_HANDSHAKE_S", 0.05)
+    visits = 0
+
+    async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal visits
+        visits += 1
+        await visit(reader, writer)
 
     async def scenario() -> None:
-        async with acting(visit) as port, watching() as (connections, declared):
+        async with acting(counted) as port, watching() as (connections, declared):
             connections.watch([agent_at(port)])
-            await asyncio.sleep(0.5)
+            # An agent is dialled, and asked for its name, again and again.
+            await until(lambda: visits >= 6)
             assert declared.empty()
 
     play(scenario())
