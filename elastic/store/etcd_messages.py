@@ -63,13 +63,9 @@ def _read_descriptors(module: str) -> bytes:
         if path.exists():
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
-                    (literal,) = (
-                        part.value
-                        for part in ast.walk(node.value)
-                        if isinstance(part, ast.Constant)
-                    )
-                    assert isinstance(literal, str)
-                    return literal.encode("latin1")
+                    literals = [p for p in ast.walk(node.value) if isinstance(p, ast.Constant)]
+                    if len(literals) == 1 and isinstance(literals[0].value, str):
+                        return literals[0].value.encode("latin1")
     raise UsageError(
         f"the installed package etcd3 has no descriptors in etcdrpc/{module}.py; "
         "install version 0.12 of it"

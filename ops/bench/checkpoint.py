@@ -11,7 +11,7 @@ and not direct writes (as keepstep writes large files). So `first_load_s` is the
 saving, and the files are read once before all other loads, so that every contender's files are
 cached alike. safetensors and torch.save cannot change the layout. Orbax saves JAX's arrays, not
 torch's shards: one process saves and loads the full state as NumPy arrays. Saves are timed in turns
-of all contenders, in another order each turn: what a disk takes at once depends on what was written
+of all contenders, each in an order by chance: what a disk takes at once depends on what was written
 before. `disk_ratio` is the rate to durable over that of one big sequential write with fsync at the
 turn's beginning; `save_peak_ratio` the memory that a save takes at most, of all ranks, over the
 state's bytes (`peak_extra_bytes` is the most of a save and of the loads). A read ratio is
@@ -37,6 +37,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -44,7 +45,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -109,10 +110,11 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
         background: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
         rates: list[float] = []
-        for number in range(repeats):
-            saves = saves_in_turn(workspace, size)
+        order = random.Random(0)
+        for _ in range(repeats):
+            saves = saves_in_turn(workspace, size, order, console)
             rates += [rate for rate, _ in saves]
-            for name in rotated(CONTENDERS, number):
+            for name in CONTENDERS:
                 result = measure(name, workspace, size)
                 if "reason" not in result:
                     result |= of_saves(name, saves)
@@ -184,27 +186,25 @@ def _median(values: list[float | None]) -> float | None:
     return round(statistics.median(present), 4) if present else None
 
 
-def rotated(names: Sequence[str], turn: int) -> Sequence[str]:
-    """Return the names in an order in which another one comes first in each turn."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]
-
-
-def saves_in_turn(workspace: Path, megabytes: int) -> list[tuple[float, dict[str, Result]]]:
+def saves_in_turn(
+    workspace: Path, megabytes: int, order: random.Random, console: Console
+) -> list[tuple[float, dict[str, Result]]]:
     """Return, for some turns, the disk's rate and how long each contender takes to save."""
     turns = []
-    for turn in range(SAVES):
+    for _ in range(SAVES):
         rate = disk_rate(workspace, megabytes)
         saves: dict[str, Result] = {}
-        for name in rotated(CONTENDERS, turn):
+        for name in order.sample(CONTENDERS, len(CONTENDERS)):
             directory = workspace / f"{name}-save"
             directory.mkdir()
             os.sync()
             world = 1 if name in SINGLE_PROCESS else 4
-            with suppress(RuntimeError):  # Whoever cannot save has no other figures either.
+            try:
                 saves[name] = ranks(
                     "save", name, "fsdp", world, str(directory), workspace, megabytes
                 )
+            except RuntimeError as error:
+                console.print(name, "cannot save:", str(error)[-400:])
             shutil.rmtree(directory)
         turns.append((rate, saves))
     return turns
@@ -213,8 +213,8 @@ def saves_in_turn(workspace: Path, megabytes: int) -> list[tuple[float, dict[str
 def of_saves(name: str, turns: Sequence[tuple[float, dict[str, Result]]]) -> Result:
     """Return the medians of a contender's saves over the turns."""
     own = [(rate, saves[name]) for rate, saves in turns if name in saves]
-    if not own:
-        return {}
+    if len(own) < len(turns):
+        return {"reason": f"{len(turns) - len(own)} of {len(turns)} saves failed"}
     return {
         "blocked_s": statistics.median(save["blocked_s"] for _, save in own),
         "durable_s": statistics.median(save["durable_s"] for _, save in own),
@@ -238,8 +238,9 @@ def disk_rate(workspace: Path, megabytes: int) -> float:
             file.write(block)
         os.fsync(file.fileno())
     seconds = time.monotonic() - began
+    nbytes = path.stat().st_size
     path.unlink()
-    return megabytes * 2**20 / seconds
+    return nbytes / seconds
 
 
 def measure(name: str, workspace: Path, megabytes: int) -> Result:

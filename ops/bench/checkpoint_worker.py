@@ -192,6 +192,7 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
     start = start_in_background(work.contender)
     warm = {name: torch.ones_like(local(tensor)) for name, tensor in tensors.items()}
     blocked, copied, cpu_ratios, writing, durable = [], [], [], [], []
+    is_own = work.contender == "keepstep"
     for number in range(BACKGROUND_SAVES):
         dist.barrier()
         began, cpu_0 = time.monotonic(), time.process_time()
@@ -199,19 +200,19 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
             warm[name].copy_(local(tensor))
         cpu_1 = time.process_time()
         copied.append(greatest(time.monotonic() - began))
+        writer_0 = children_s() if is_own else 0.0
         dist.barrier()
-        writer_0 = children_s()
         began, cpu_2 = time.monotonic(), time.process_time()
         wait = start(tensors, f"{work.directory}/{number}")
-        cpu_3 = time.process_time()
-        blocked.append(greatest(time.monotonic() - began))
+        cpu_3, returned = time.process_time(), time.monotonic()
+        blocked.append(greatest(returned - began))
         cpu_ratios.append(greatest((cpu_3 - cpu_2) / (cpu_1 - cpu_0)))
-        returned = time.monotonic()
         wait()
         durable.append(greatest(time.monotonic() - returned))
-        writing.append(total(children_s() - writer_0))
+        if is_own:
+            writing.append(total(children_s() - writer_0))
     own = {}
-    if work.contender == "keepstep":
+    if is_own:
         checksums = checksums_s(warm.values())
         own = {
             "background_s": statistics.median(durable[1:]),
@@ -261,7 +262,7 @@ def children_s() -> float:
 
 
 def checksums_s(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the processor seconds that checksums of these bytes take, cell by cell."""
+    """Return the processor seconds that checksums of these bytes take; each is read once."""
     data = [memoryview(tensor.numpy().reshape(-1).view(np.uint8)) for tensor in tensors]
     began = time.process_time()
     for content in data:

@@ -284,7 +284,10 @@ def test_client_authenticates_again_when_its_token_is_no_longer_valid(
         # A change of users makes all earlier tokens invalid.
         root = Credentials(user="root", password="root")
         other = await EtcdStore.connect(address, credentials=root)
+        lease = await store.grant(60)
+        assert await store.renew(lease) > 0
         await change_users(address.endpoints[0])
+        assert await store.renew(lease) > 0
         async with asyncio.timeout(patient(30)):
             repeated = await anext(store.watch("/t/", revision))
         assert not isinstance(repeated, Reset)

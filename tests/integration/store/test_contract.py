@@ -245,6 +245,23 @@ def test_calls_and_watches_leave_a_member_whose_disk_hangs() -> None:
         asyncio.run(scenario(cluster))
 
 
+def test_renewals_leave_a_member_that_never_answers() -> None:
+    async def scenario(cluster: EtcdCluster, mute: socket.socket) -> None:
+        (sound,) = cluster.clients
+        other = await EtcdStore.connect(parse_address(f"etcd://{sound}"))
+        lease = await other.grant(60)
+        address = parse_address(f"etcd://127.0.0.1:{mute.getsockname()[1]},{sound}")
+        store = EtcdStore(address, 10.0, Credentials())
+        async with asyncio.timeout(patient(30)):
+            assert await store.renew(lease) > 0
+            assert await store.renew(lease) > 0
+        await store.close()
+        await other.close()
+
+    with EtcdCluster(1) as cluster, socket.create_server(("127.0.0.1", 0)) as mute:
+        asyncio.run(scenario(cluster, mute))
+
+
 def test_watch_on_a_member_that_never_answered_goes_along_to_one_that_does() -> None:
     """gRPC never ends a write of a call that is cancelled before: a leader saw nothing more."""
 

@@ -39,7 +39,11 @@ def test_the_protobuf_that_the_process_has_is_used_whatever_was_imported_before(
     assert done.stdout.strip() == "upb"
 
 
-@pytest.mark.parametrize("text", [None, "DESCRIPTOR = None"], ids=["no file", "another form"])
+@pytest.mark.parametrize(
+    "text",
+    [None, "DESCRIPTOR = None", "DESCRIPTOR = File(serialized_pb=b'x')"],
+    ids=["no file", "no descriptors", "another form"],
+)
 def test_a_package_without_the_descriptors_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
