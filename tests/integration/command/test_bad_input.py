@@ -131,7 +131,8 @@ def test_first_failure_is_shown_at_once_by_the_scripts_own_hook_with_its_cause(
         tmp_path,
         "import atexit, os, sys, traceback\n"
         "def hook(*error):\n"
-        "    print('HOOK', ''.join(traceback.format_exception(*error)), file=sys.stderr)\n"
+        # One write: the agent writes to the terminal as well.
+        "    sys.stderr.write('HOOK ' + ''.join(traceback.format_exception(*error)))\n"
         "sys.excepthook = hook\n"
         "atexit.register(lambda: print('AT EXIT', os.path.isabs(__file__)))\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
