@@ -166,7 +166,7 @@ class EtcdStore:
         return int(reply.ID)
 
     async def renew(self, lease: int) -> float:
-        """See `Store.renew`."""
+        """See `Store.renew`. Renewals of one store wait for each other."""
         async with self._is_renewing:
             reply = await self._call(lambda endpoint: self._renewals_at(endpoint).renew(lease))
         if reply.TTL <= 0:

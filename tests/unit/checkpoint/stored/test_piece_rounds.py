@@ -70,11 +70,16 @@ def plans_of(held: Sequence[Held]) -> list[WriterPlan]:
     ]
 
 
-def planned_rounds(
-    held: Sequence[Held], plans: Sequence[WriterPlan], wanted: Sequence[Pieces]
-) -> list[tuple[Round, ...]]:
+def planned(
+    held: Sequence[Held], round_nbytes: int
+) -> tuple[list[WriterPlan], list[Pieces], list[tuple[Round, ...]]]:
+    """Return, for each rank, what it writes, what it lacks of that, and its rounds of this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piece_rounds, "ROUND_NBYTES", round_nbytes)
+        plans = plans_of(held)
+        wanted = [wanted_by_round(plan) for plan in plans]
     requests = [requests_of(pieces) for pieces in wanted]
-    return [
+    rounds = [
         rounds_of(
             wanted[rank],
             {asker: request[rank] for asker, request in enumerate(requests) if rank in request},
@@ -85,6 +90,7 @@ def planned_rounds(
         )
         for rank in range(len(held))
     ]
+    return plans, wanted, rounds
 
 
 def content(key: str, dtype: str, shape: Sequence[int]) -> np.ndarray:
@@ -138,11 +144,7 @@ def put(data: bytes, own: Round, chunks: Mapping[tuple[str, Box], np.ndarray]) -
 def test_after_the_rounds_each_writer_has_all_of_its_chunks(
     held: list[list[Entry]], round_nbytes: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_rounds, "ROUND_NBYTES", round_nbytes)
-        plans = plans_of(held)
-        wanted = [wanted_by_round(plan) for plan in plans]
-        rounds = planned_rounds(held, plans, wanted)
+    plans, _, rounds = planned(held, round_nbytes)
     collected = exchanged(held, rounds)
     entries = {entry.key: entry for rank_entries in held for entry in rank_entries}
     written: dict[str, int] = dict.fromkeys(entries, 0)
@@ -163,11 +165,7 @@ def test_after_the_rounds_each_writer_has_all_of_its_chunks(
 def test_a_rank_receives_no_more_in_a_round_than_its_size_and_a_piece(
     held: list[list[Entry]], round_nbytes: int
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_rounds, "ROUND_NBYTES", round_nbytes)
-        plans = plans_of(held)
-        wanted = [wanted_by_round(plan) for plan in plans]
-        rounds = planned_rounds(held, plans, wanted)
+    plans, wanted, rounds = planned(held, round_nbytes)
     for plan, pieces, own in zip(plans, wanted, rounds, strict=True):
         assert greatest_nbytes(pieces, plan) == max(
             (nbytes for current in own for nbytes in current.received_nbytes), default=0
