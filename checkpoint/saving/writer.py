@@ -45,8 +45,6 @@ from keepstep.checkpoint.saving.messages import (
     Written,
 )
 from keepstep.checkpoint.server.priority import yield_to_training
-from keepstep.checkpoint.stored.cell_codec import EncodedCells
-from keepstep.checkpoint.stored.chunking import Chunk
 from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
@@ -120,7 +118,6 @@ class Writer:
             reader.read_box,
             name=self._plan.rank,
             memory=self._write_memory,
-            on_encoded=reader.add,
         )
         return Written(
             name=part.name, nbytes=part.nbytes, crc32c=part.crc32c, content=reader.content
@@ -154,23 +151,19 @@ class _BufferReader:
         self._entries: dict[str, list[Entry]] = {}
         for entry in plan.entries:
             self._entries.setdefault(entry.key, []).append(entry)
+        self._places = {(chunk.key, chunk.box): chunk.place for chunk in plan.own.chunks}
         self._adding = threading.Lock()
         self.content = 0
 
     def read_box(self, key: str, box: Box) -> Bytes:
         """Return a chunk's bytes, a view of the buffer."""
         entry = next(e for e in self._entries[key] if box.is_within(e.box))
-        return box_bytes(entry, self._memory, box)
-
-    def add(self, chunk: Chunk, cells: EncodedCells) -> None:
-        """Add the hash of a chunk, given its cells."""
-        checksum = cells.content_checksum
-        if checksum is None:
-            values = self.read_box(chunk.key, chunk.box)
-            checksum = crc32c.crc32c(np.ascontiguousarray(values).data)
-        hashed = chunk_hash(chunk.key, chunk.place, checksum)
+        values = box_bytes(entry, self._memory, box)
+        crc = crc32c.crc32c(np.ascontiguousarray(values).data)
+        hashed = chunk_hash(key, self._places[key, box], crc)
         with self._adding:
             self.content = sum_of((self.content, hashed))
+        return values
 
 
 def _attempt_of(task: WritePart) -> Attempt:

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.layout.integers import ceil_div
-from keepstep.checkpoint.layout.joined_checksums import joined_crc32c
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,20 +37,11 @@ class EncodedCells:
         data: the cells, each followed by its checksum.
         checksums: the crc32c of each cell.
         sizes: the size in bytes of each cell with its checksum.
-        are_slices: whether the checksums are those of equal slices of the chunk's bytes.
     """
 
     data: memoryview
     checksums: tuple[int, ...]
     sizes: tuple[int, ...]
-    are_slices: bool = False
-
-    @property
-    def content_checksum(self) -> int | None:
-        """The crc32c of the chunk's bytes in C order; None if that of the cells does not tell."""
-        if not self.are_slices:
-            return None
-        return joined_crc32c(self.checksums, self.sizes[0] - CHECKSUM_NBYTES if self.sizes else 0)
 
 
 def encoded_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
@@ -61,27 +51,19 @@ def encoded_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
     return math.prod(counts) * (tensor.cell_nbytes + header_nbytes + CHECKSUM_NBYTES)
 
 
-def encode_cells(
-    tensor: StoredTensor, values: Bytes, into: Bytes, *, is_stable: bool = False
-) -> EncodedCells:
+def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes) -> EncodedCells:
     """Encode a chunk's cells.
 
     Args:
         tensor: the chunk's tensor.
         values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
         into: memory of `encoded_nbytes` for the cells.
-        is_stable: nobody writes to `values` meanwhile. Checksums are those of the copies then only
-            where cells are not slices of `values`: so a fault on the way into a cell is found when
-            it is read, and the checksum of the chunk follows from those of its cells.
     """
     *shape, itemsize = values.shape
     if tensor.compression is None and tuple(shape) == tensor.cell:
-        return _one_plain(values, into, is_stable=is_stable)
+        return _one_plain(values, into)
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
-    has_slices = shape == padded_shape and math.prod(counts) == math.prod(counts[:1])
-    if is_stable and tensor.compression is None and has_slices and values.flags.c_contiguous:
-        return _slices(tensor, math.prod(counts), values, into)
     if shape != padded_shape:
         padded = np.zeros((*padded_shape, itemsize), np.uint8)
         padded[tuple(slice(0, extent) for extent in shape)] = values
@@ -96,33 +78,14 @@ def encode_cells(
     return _compressed(tensor, counts, in_order, into)
 
 
-def _one_plain(values: Bytes, encoded: Bytes, *, is_stable: bool) -> EncodedCells:
+def _one_plain(values: Bytes, encoded: Bytes) -> EncodedCells:
     """Encode a chunk of one whole cell, as those of all small tensors are."""
     nbytes = values.nbytes
     content = encoded[:nbytes]
-    is_slice = is_stable and values.flags.c_contiguous
     content.reshape(values.shape)[...] = values
-    checksum = crc32c.crc32c(values.reshape(-1).data if is_slice else content.data)
+    checksum = crc32c.crc32c(content.data)
     encoded.data[nbytes:] = checksum.to_bytes(CHECKSUM_NBYTES, "little")
-    return EncodedCells(encoded.data, (checksum,), (encoded.size,), is_slice)
-
-
-def _slices(tensor: StoredTensor, count: int, values: Bytes, memory: Bytes) -> EncodedCells:
-    """Encode a chunk whose cells follow each other as its bytes do."""
-    nbytes = tensor.cell_nbytes
-    size = nbytes + CHECKSUM_NBYTES
-    encoded = memory.reshape(-1, size)
-    slices = values.reshape(count, nbytes)
-    checksums = []
-    # One after the other: the copy finds in the processor's cache what the checksum has read.
-    for content, cell in zip(slices, encoded, strict=True):
-        checksum = crc32c.crc32c(content.data)
-        cell[:nbytes] = content
-        cell.data[nbytes:] = checksum.to_bytes(CHECKSUM_NBYTES, "little")
-        checksums.append(checksum)
-    return EncodedCells(
-        encoded.reshape(-1).data, tuple(checksums), (size,) * count, are_slices=True
-    )
+    return EncodedCells(encoded.data, (checksum,), (encoded.size,))
 
 
 def _plain(

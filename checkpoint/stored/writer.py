@@ -104,7 +104,6 @@ def write_part(
     stop: Callable[[], bool] = lambda: False,
     threads: int | None = None,
     memory: TransferPool | None = None,
-    on_encoded: Callable[[Chunk, EncodedCells], None] | None = None,
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
@@ -124,8 +123,6 @@ def write_part(
         stop: called before every chunk; True ends the attempt.
         threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
         memory: what objects are encoded into, if parts are written one after the other.
-        on_encoded: called with each chunk's cells, from several threads, before they are written;
-            what `read_box` returns must not change then.
 
     Raises:
         CheckpointExists: this step of this generation is committed.
@@ -158,12 +155,7 @@ def write_part(
                 f"step {attempt.stored.step}: it was not stored, because this attempt was given "
                 f"up, or its generation {attempt.stored.generation} is over"
             )
-        values = read_box(chunk.key, chunk.box)
-        if on_encoded is None:
-            return encode_cells(plan.tensors[chunk.key], values, into)
-        cells = encode_cells(plan.tensors[chunk.key], values, into, is_stable=True)
-        on_encoded(chunk, cells)
-        return cells
+        return encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box), into)
 
     jobs = list(write_jobs(plan, writers, name))
     first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
