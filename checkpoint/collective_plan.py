@@ -24,9 +24,7 @@ import torch
 
 from keepstep.checkpoint.agreement import (
     exchange,
-    on_all_ranks,
     on_all_ranks_exchanging,
-    on_all_ranks_gathering,
 )
 from keepstep.checkpoint.collective import (
     Bytes,
@@ -168,7 +166,7 @@ def agree_on_save(
             generations do not fit together; every rank raises.
     """
 
-    def prepare() -> tuple[LiveState, Signature, _Followed | None]:
+    def prepare() -> tuple[LiveState, Signature, _Prepared | None]:
         check_compression(compression)
         live = capture()
         signature = signature_of(live.tensors, compression)
@@ -176,10 +174,10 @@ def agree_on_save(
         begin(live.tensors, plan)
         if rank() == 0:
             live = _with_provenance(live)
-        return live, signature, None if plan is None else _followed(plan, live.tensors)
+        return live, signature, None if plan is None else _prepared(plan, live.tensors)
 
     # All ranks take the name that rank 0 gives the attempt.
-    (live, signature, followed), gathered, pieces = on_all_ranks_exchanging(
+    (live, signature, prepared), gathered, pieces = on_all_ranks_exchanging(
         prepare,
         lambda prepared: [
             uuid.uuid4().hex,
@@ -193,13 +191,12 @@ def agree_on_save(
     _check_steps([stored for *_, stored in gathered])
     attempt = str(gathered[0][0])
     known = {name for _, name, *_ in gathered}
-    if followed is None or len(known) > 1:
+    if prepared is None or len(known) > 1:
         cache.keep(None)
-        plan = _plan(attempt, live.tensors, signature, compression)
+        plan, exchange = _plan(attempt, live.tensors, signature, compression)
         cache.keep(plan)
-        exchange = _exchange_of(plan, live.tensors)
     else:
-        plan, exchange = followed.plan, followed.exchange
+        plan, exchange = prepared.plan, prepared.exchange
         exchange.receive_beside(pieces)
     digests = [digests for _, _, digests, *_ in gathered]
     holders = last_holders(digests)
@@ -286,8 +283,13 @@ def merge_reports(reports: Iterable[memoryview]) -> tuple[list[StoredObject], di
 
 def _plan(
     name: str, held: Sequence[LiveTensor], signature: Signature, compression: Compression | None
-) -> SharedPlan:
-    """Plan together what each rank writes, and which pieces it gets from which rank."""
+) -> tuple[SharedPlan, PieceExchange]:
+    """Plan together what each rank writes, and which pieces it gets from which rank.
+
+    Returns:
+        The plan, and its exchange of pieces. It is done if they are small, and every rank had
+        memory for them.
+    """
     ranks = world_size()
     planners = planner_count(ranks)
 
@@ -308,70 +310,75 @@ def _plan(
         return answers
 
     answers = _exchange_json(plan_own_share)
+    merged: list[tuple[WriterPlan, TensorPlan, Pieces]] = []
 
-    def merge() -> tuple[WriterPlan, TensorPlan, Pieces]:
-        shares = [_decode(answer) for answer in answers.values()]
-        own = merged_writer_plan(
-            WriterPlan.from_json(plan) for plan, _ in shares if plan is not None
+    def ask_for_pieces() -> dict[int, Json]:
+        own, tensors, wanted = _merged([_decode(answer) for answer in answers.values()])
+        merged.append((own, tensors, wanted))
+        requests = requests_of(wanted)
+        greatest = greatest_nbytes(wanted, own)
+        return {peer: [len(wanted), greatest, requests.get(peer, [])] for peer in range(ranks)}
+
+    asked = _exchange_json(ask_for_pieces)
+
+    def plan_rounds() -> tuple[SharedPlan, _Prepared | None]:
+        ((own, tensors, wanted),) = merged
+        counts, nbytes, requests = zip(
+            *(_decode(asked[peer]) for peer in range(ranks)), strict=True
         )
-        tensors = merged_tensor_plan(
-            TensorPlan.from_json(tensors) for _, tensors in shares if tensors is not None
-        )
-        # Each planner has seen its own tensors only.
-        check_storable(tensors.tensors)
-        return own, tensors, wanted_by_round(own)
-
-    (own, tensors, wanted), wants = on_all_ranks_gathering(
-        merge, lambda merged: [len(merged[2]), greatest_nbytes(merged[2], merged[0])]
-    )
-    count = max(count for count, _ in wants)
-    rounds = _agree_on_rounds(wanted, count, own, held)
-    return SharedPlan(
-        name=name,
-        signature=signature,
-        own=own,
-        tensors=tensors,
-        rounds=rounds,
-        goes_beside=count == 1 and max(nbytes for _, nbytes in wants) <= room_beside_message(),
-    )
-
-
-def _agree_on_rounds(
-    wanted: Pieces, count: int, own: WriterPlan, held: Sequence[LiveTensor]
-) -> tuple[Round, ...]:
-    """Ask all ranks for the pieces that this one lacks; return the rounds of the exchange.
-
-    All ranks have the same number of rounds, `count`.
-    """
-    if count == 0:
-        return ()
-    messages = _exchange_json(lambda: requests_of(wanted))
-
-    def plan_rounds() -> tuple[Round, ...]:
-        requests = {asker: _decode(message) for asker, message in messages.items()}
         entries = [tensor.entry() for tensor in held]
-        return rounds_of(wanted, requests, count, own, entries, world_size())
+        plan = SharedPlan(
+            name=name,
+            signature=signature,
+            own=own,
+            tensors=tensors,
+            rounds=rounds_of(wanted, dict(enumerate(requests)), max(counts), own, entries, ranks),
+            goes_beside=max(counts) == 1 and max(nbytes) <= room_beside_message(),
+        )
+        return plan, _prepared(plan, held)
 
-    return on_all_ranks(plan_rounds)
+    (plan, prepared), are_prepared, pieces = on_all_ranks_exchanging(
+        plan_rounds,
+        lambda planned: planned[1] is not None,
+        lambda planned: () if planned[1] is None else planned[1].exchange.sent_beside(),
+    )
+    if prepared is None or not all(are_prepared):
+        return plan, _exchange_of(plan, held)
+    prepared.exchange.receive_beside(pieces)
+    return plan, prepared.exchange
+
+
+def _merged(shares: Sequence[Json]) -> tuple[WriterPlan, TensorPlan, Pieces]:
+    """Return the answers of all planners as one: what this rank writes, all tensors, its pieces."""
+    own = merged_writer_plan(WriterPlan.from_json(plan) for plan, _ in shares if plan is not None)
+    tensors = merged_tensor_plan(
+        TensorPlan.from_json(tensors) for _, tensors in shares if tensors is not None
+    )
+    # Each planner has seen its own tensors only.
+    check_storable(tensors.tensors)
+    return own, tensors, wanted_by_round(own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Followed:
-    """A plan that fits, and its exchange, whose first round needs no agreement any more."""
+class _Prepared:
+    """A plan and its exchange, whose first round needs no agreement any more."""
 
     plan: SharedPlan
     exchange: PieceExchange
 
 
-def _followed(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> _Followed | None:
-    """Prepare to follow a plan; None without memory."""
+def _prepared(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> _Prepared | None:
+    """Prepare the exchange of a plan; None without memory.
+
+    Then ranks that follow a plan plan anew; and those that do agree once more on why the exchange
+    fails, if it does again.
+    """
     exchange = _exchange_of(plan, tensors)
     try:
         exchange.prepare()
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
-        # All ranks plan anew then, and agree on why the exchange fails, if it does again.
         return None
-    return _Followed(plan, exchange)
+    return _Prepared(plan, exchange)
 
 
 def _exchange_of(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> PieceExchange:

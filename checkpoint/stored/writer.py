@@ -137,9 +137,16 @@ def write_part(
         chunks = [job] if isinstance(job, Chunk) else job.chunks
         sizes = [encoded_nbytes(plan.tensors[chunk.key], chunk.box.shape) for chunk in chunks]
         with pool.taken(sum(sizes)) as taken:
-            if isinstance(job, Chunk):
-                return store(*_chunk_object(plan, job, encoded(job, taken)))
-            return store(_pack(job, sizes, taken, encoded), [taken.data])
+            if not isinstance(job, Chunk):
+                return store(_pack(job, sizes, taken, encoded), [taken.data])
+            stored = store(*_chunk_object(plan, job, encoded(job, taken)))
+        if not any(job.place):
+            write_metadata(job.key)
+        return stored
+
+    def write_metadata(key: str) -> None:
+        content = encode(array_metadata(key, plan.tensors[key]))
+        storage.write(f"{attempt.directory}/{key}/{ROOT}", [content])
 
     def store(item: _Stored, pieces: Sequence[Piece]) -> _Stored:
         target = f"{attempt.directory}/{item.name}"
@@ -158,23 +165,15 @@ def write_part(
         return encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box), into)
 
     jobs = list(write_jobs(plan, writers, name))
-    first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
     try:
         written = _map_parallel(write, jobs, threads)
     finally:
         pool.trim(_KEPT_NBYTES)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
-    documents = {
-        f"{chunk.key}/{ROOT}": encode(array_metadata(chunk.key, plan.tensors[chunk.key]))
-        for chunk in first_chunks
-    }
-    documents[part.name] = listing
-    _map_parallel(
-        lambda item: storage.write(f"{attempt.directory}/{item[0]}", [item[1]]),
-        list(documents.items()),
-    )
-    names = [*(item.name for item in written), *documents]
+    storage.write(f"{attempt.directory}/{part.name}", [listing])
+    arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
+    names = [*(item.name for item in written), *(f"{key}/{ROOT}" for key in arrays), part.name]
     storage.flush([f"{attempt.directory}/{stored}" for stored in names])
     return part
 

@@ -166,6 +166,23 @@ def test_one_rank_collects_the_chunk_that_all_hold_a_part_of(
     assert data.tobytes() == expected.numpy().tobytes()
 
 
+def without_room_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave less room beside a message of three ranks than the 128 bytes of a piece of `shard`."""
+    monkeypatch.setattr(collective_plan, "room_beside_message", lambda: 127)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_first_plan_takes_five_messages_with_the_pieces_if_they_are_small(
+    monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    if not has_room:
+        without_room_for_pieces(monkeypatch)
+    ranks.run(plan_and_gather)
+    assert ranks.collectives[:: ranks.count] == ["all_to_all_single"] * (5 if has_room else 6)
+
+
 def save_twice(
     monkeypatch: pytest.MonkeyPatch, *, keeps_plan: Callable[[int], bool] = lambda _: True
 ) -> tuple[list[str], bool]:
@@ -240,6 +257,7 @@ def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
     """PyTorch's own is a RuntimeError, which ended the training of the rank that had it."""
     ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
+    without_room_for_pieces(monkeypatch)
 
     def reserve(*_: object, **sizes: int) -> None:
         if ranks.get_rank() == 1:
@@ -297,8 +315,7 @@ def test_pieces_are_exchanged_without_another_agreement_while_the_plan_stays(
     ranks, agree = ranks_that_agree(monkeypatch)
     first = ranks.run(agree)
     again = ranks.run(agree)
-    for module in (collective_plan, piece_exchange):
-        monkeypatch.setattr(module, "on_all_ranks", None)
+    monkeypatch.setattr(piece_exchange, "on_all_ranks", None)
     collected = [
         item
         for result in ranks.run(lambda rank: again[rank].exchange.run())

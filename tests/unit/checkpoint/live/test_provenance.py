@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.patience import patient
 
 STATE = {"w": torch.arange(3.0)}
-NO_PLAN = SimpleNamespace(rounds=(), goes_beside=False)
 CONFIG = {
     "hidden": 64,
     "rope": {"theta": 1e4, "scaling": None},
@@ -66,7 +64,7 @@ def test_rank_0_alone_says_where_a_state_comes_from(monkeypatch: pytest.MonkeyPa
     names = []
     for rank in (0, 1):
         monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(collective_plan, "_plan", lambda *_: NO_PLAN)
+        monkeypatch.setattr(collective_plan, "_plan", lambda *_: (None, None))
         agreed = agree_on_save(lambda: LiveState((), {"values": {}}), None, PlanCache())
         names.append(set(agreed.documents))
     assert names == [{"values", "provenance"}, {"values"}]
