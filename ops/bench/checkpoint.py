@@ -10,12 +10,16 @@ host of a virtual disk has its own cache: it holds what was written through this
 and not direct writes (as keepstep writes large files). So `first_load_s` is the first load after
 saving, and the files are read once before all other loads, so that every contender's files are
 cached alike. safetensors and torch.save cannot change the layout. Orbax saves JAX's arrays, not
-torch's shards: one process saves and loads the full state as NumPy arrays. Saves are timed in turns
-of all contenders, each in an order by chance: what a disk takes at once depends on what was written
-before. `disk_ratio` is the rate to durable over that of one big sequential write with fsync at the
-turn's beginning; `save_peak_ratio` the memory that a save takes at most, of all ranks, over the
-state's bytes (`peak_extra_bytes` is the most of a save and of the loads). A read ratio is
-the bytes that all ranks read from files per byte of tensors, each tensor counted once.
+torch's shards: one process saves and loads the full state as NumPy arrays.
+
+Saves are timed in turns of all contenders, each in an order by chance: what a disk takes at once
+depends on what was written before. In each turn the ranks save four times: `durable_s` is of the
+first save, with all that a process does once, and `again_s` of the later ones, as jobs go on to
+save. `disk_ratio` and `again_disk_ratio` compare their rates with those of `raw`, which takes its
+place in each turn as the contenders do: there one rank writes as many bytes to one file, and
+flushes it. `save_peak_ratio` is the memory that saves take at most, of all ranks, over the state's
+bytes (`peak_extra_bytes` is the most of a save and of the loads). A read ratio is the bytes that
+all ranks read from files per byte of tensors, each tensor counted once.
 
 The part `async` saves in the background, six times in one process group of four ranks, or of as
 many as there are cores if that is fewer: ranks that share a core wait for each other's copies.
@@ -42,7 +46,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,8 +74,9 @@ DCP_FORMS = ("dcp_thread", "dcp_process", "dcp_process_shared", "dcp_thread_pinn
 IN_BACKGROUND = ("keepstep", *DCP_FORMS, "torch_checkpointing")
 BUCKET = "bench"
 COLUMNS = (
-    "blocked_s", "durable_s", "disk_ratio", "first_load_s", "load_s", "reshard_s", "read_ratio",
-    "replicas_s", "replicas_read_ratio", "save_peak_ratio", "peak_extra_bytes", "objects",
+    "blocked_s", "durable_s", "disk_ratio", "again_s", "again_disk_ratio", "first_load_s",
+    "load_s", "reshard_s", "read_ratio", "replicas_s", "replicas_read_ratio", "save_peak_ratio",
+    "peak_extra_bytes", "objects",
 )  # fmt: skip
 
 BACKGROUND_COLUMNS = (
@@ -83,7 +87,9 @@ BACKGROUND_COLUMNS = (
 BACKGROUND_RANKS = min(4, os.cpu_count() or 1)
 
 LOADS = 3  # for each layout: the time of a single load varies by half
-SAVES = 5
+TURNS = 5
+SAVES = 4  # of each contender in a turn, of which the first pays for what a process does once
+RAW = "raw"
 
 Result = dict[str, Any]
 
@@ -113,7 +119,7 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         order = random.Random(0)
         for _ in range(repeats):
             saves = saves_in_turn(workspace, size, order, console)
-            rates += [rate for rate, _ in saves]
+            rates += [turn[RAW]["nbytes"] / turn[RAW]["durable_s"] for turn in saves]
             for name in CONTENDERS:
                 result = measure(name, workspace, size)
                 if "reason" not in result:
@@ -188,59 +194,45 @@ def _median(values: list[float | None]) -> float | None:
 
 def saves_in_turn(
     workspace: Path, megabytes: int, order: random.Random, console: Console
-) -> list[tuple[float, dict[str, Result]]]:
-    """Return, for some turns, the disk's rate and how long each contender takes to save."""
+) -> list[dict[str, Result]]:
+    """Return, for some turns, how long each contender takes to save, and `RAW`."""
     turns = []
-    for _ in range(SAVES):
-        rate = disk_rate(workspace, megabytes)
+    for _ in range(TURNS):
         saves: dict[str, Result] = {}
-        for name in order.sample(CONTENDERS, len(CONTENDERS)):
+        for name in order.sample((RAW, *CONTENDERS), len(CONTENDERS) + 1):
             directory = workspace / f"{name}-save"
             directory.mkdir()
             os.sync()
             world = 1 if name in SINGLE_PROCESS else 4
             try:
                 saves[name] = ranks(
-                    "save", name, "fsdp", world, str(directory), workspace, megabytes
+                    "save", name, "fsdp", world, str(directory), workspace, megabytes, SAVES
                 )
             except RuntimeError as error:
                 console.print(name, "cannot save:", str(error)[-400:])
             shutil.rmtree(directory)
-        turns.append((rate, saves))
+        turns.append(saves)
     return turns
 
 
-def of_saves(name: str, turns: Sequence[tuple[float, dict[str, Result]]]) -> Result:
+def of_saves(name: str, turns: Sequence[dict[str, Result]]) -> Result:
     """Return the medians of a contender's saves over the turns."""
-    own = [(rate, saves[name]) for rate, saves in turns if name in saves]
+    own = [(turn[name], turn[RAW]) for turn in turns if name in turn]
     if len(own) < len(turns):
         return {"reason": f"{len(turns) - len(own)} of {len(turns)} saves failed"}
     return {
-        "blocked_s": statistics.median(save["blocked_s"] for _, save in own),
-        "durable_s": statistics.median(save["durable_s"] for _, save in own),
-        "disk_ratio": statistics.median(
-            save["nbytes"] / save["durable_s"] / rate for rate, save in own
+        **{
+            key: statistics.median(save[key] for save, _ in own)
+            for key in ("blocked_s", "durable_s", "again_s")
+        },
+        "disk_ratio": statistics.median(raw["durable_s"] / save["durable_s"] for save, raw in own),
+        "again_disk_ratio": statistics.median(
+            raw["again_s"] / save["again_s"] for save, raw in own
         ),
         "save_peak_ratio": statistics.median(
-            save["peak_extra_bytes"] / save["nbytes"] for _, save in own
+            save["peak_extra_bytes"] / save["nbytes"] for save, _ in own
         ),
     }
-
-
-def disk_rate(workspace: Path, megabytes: int) -> float:
-    """Return the bytes per second of one big sequential write with fsync."""
-    block = os.urandom(2**24)
-    path = workspace / "raw"
-    os.sync()
-    began = time.monotonic()
-    with path.open("wb", buffering=0) as file:
-        for _ in range(megabytes * 2**20 // len(block)):
-            file.write(block)
-        os.fsync(file.fileno())
-    seconds = time.monotonic() - began
-    nbytes = path.stat().st_size
-    path.unlink()
-    return nbytes / seconds
 
 
 def measure(name: str, workspace: Path, megabytes: int) -> Result:
@@ -365,7 +357,14 @@ def s3_server() -> Iterator[Any]:
 
 
 def ranks(
-    action: str, name: str, layout: str, world: int, where: str, workspace: Path, megabytes: int
+    action: str,
+    name: str,
+    layout: str,
+    world: int,
+    where: str,
+    workspace: Path,
+    megabytes: int,
+    saves: int = 1,
 ) -> Result:
     """Run `checkpoint_worker.py` on some ranks; return rank 0's result."""
     store = str(workspace / f"store-{uuid.uuid4().hex}")
@@ -375,7 +374,7 @@ def ranks(
     processes: list[ForkServerProcess] = []
     for rank in range(world):
         receiver, sender = FORK_SERVER.Pipe(duplex=False)
-        work = Work(action, name, layout, rank, world, where, megabytes, store)
+        work = Work(action, name, layout, rank, world, where, megabytes, store, saves)
         process = FORK_SERVER.Process(target=run, args=(work, environment, sender))
         process.start()
         sender.close()
