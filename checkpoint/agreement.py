@@ -23,6 +23,7 @@ from keepstep.checkpoint.collective import (
     broadcast_head,
     exchange_beside_json,
     exchange_heads,
+    memory_for,
     on_group_device,
     rank,
     world_size,
@@ -185,12 +186,13 @@ def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     nbytes, head = broadcast_head(message)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = (
-            torch.from_numpy(np.frombuffer(message, np.uint8).copy())
-            if rank() == 0
-            else torch.empty(nbytes, dtype=torch.uint8)
-        )
-        return whole, on_group_device(whole[len(head) :])
+        with memory_for("a message of rank 0"):
+            whole = (
+                torch.from_numpy(np.frombuffer(message, np.uint8).copy())
+                if rank() == 0
+                else torch.empty(nbytes, dtype=torch.uint8)
+            )
+            return whole, on_group_device(whole[len(head) :])
 
     received = head
     if len(head) < nbytes:
@@ -234,9 +236,10 @@ def exchange(messages: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     byte_exchange = ByteExchange()
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        sent = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
-        received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
-        byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+        with memory_for("messages between ranks"):
+            sent = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
+            received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+            byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
         return sent, received
 
     sent, received = on_all_ranks(prepare)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 
@@ -53,6 +55,18 @@ def world_size() -> int:
 def default_store() -> Store | None:
     """Return the store that the process group was made with; None without a process group."""
     return _get_default_store() if _is_collective() else None
+
+
+@contextmanager
+def memory_for(purpose: str) -> Iterator[None]:
+    """Raise CheckpointError if what is done needs memory for this and there is none.
+
+    For memory of the CPU PyTorch has no error of its own: it raises RuntimeError.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(f"no memory for {purpose}: {error}") from error
 
 
 def all_gather_json(message: Json) -> list[Json]:

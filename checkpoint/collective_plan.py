@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-import torch
-
 from keepstep.checkpoint.agreement import (
     exchange,
     on_all_ranks_exchanging,
@@ -376,7 +374,7 @@ def _prepared(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> _Prepared | No
     exchange = _exchange_of(plan, tensors)
     try:
         exchange.prepare()
-    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+    except CheckpointError:
         return None
     return _Prepared(plan, exchange)
 

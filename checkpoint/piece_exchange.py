@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from keepstep.checkpoint.agreement import on_all_ranks
-from keepstep.checkpoint.collective import ByteExchange, Bytes
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.collective import ByteExchange, Bytes, memory_for
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 from keepstep.checkpoint.stored.piece_rounds import Place, Round
+
+_PURPOSE = "pieces that ranks exchange"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +61,14 @@ class PieceExchange:
         """Take memory for the first round, and copy what this rank sends in it.
 
         Raises:
-            CheckpointError: PyTorch has no memory for it.
-            MemoryError: there is none.
+            CheckpointError: there is no memory for it.
         """
-        if self._goes_beside:
-            self._take_chunks(self._rounds[0])
-            self._beside = self._sent(self._rounds[0])
-        elif self._rounds:
-            self._first = self._prepared(self._rounds[0])
+        with memory_for(_PURPOSE):
+            if self._goes_beside:
+                self._take_chunks(self._rounds[0])
+                self._beside = self._sent(self._rounds[0])
+            elif self._rounds:
+                self._first = self._prepared(self._rounds[0])
 
     def sent_beside(self) -> Sequence[memoryview]:
         """Return what goes to each rank beside a message, after `prepare`; nothing without room."""
@@ -93,13 +94,12 @@ class PieceExchange:
         """Exchange the pieces, unless it is done; return the chunks, by tensor key and box.
 
         Raises:
-            Exception: what failed on this rank, such as lack of memory.
-            CheckpointError: another rank failed.
+            CheckpointError: this rank has no memory for them, or another rank failed.
         """
         for current in () if self.is_done else self._rounds:
             buffers, self._first = self._first, None
             if buffers is None:
-                buffers = on_all_ranks(partial(self._prepared, current))
+                buffers = on_all_ranks(memory_for(_PURPOSE)(partial(self._prepared, current)))
             self._bytes.run(
                 buffers.sent, current.sent_nbytes, buffers.received, current.received_nbytes
             )
@@ -117,18 +117,11 @@ class PieceExchange:
             start = end
 
     def _prepared(self, current: Round) -> _RoundBuffers:
-        """Take all memory that a round needs, and fill in what this rank sends.
-
-        Raises:
-            CheckpointError: PyTorch has no memory for it.
-        """
+        """Take all memory that a round needs, and fill in what this rank sends."""
         self._take_chunks(current)
         sent = self._sent(current)
-        try:
-            received = torch.empty(sum(current.received_nbytes), dtype=torch.uint8)
-            self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
-        except RuntimeError as error:
-            raise _no_memory(error) from error
+        received = torch.empty(sum(current.received_nbytes), dtype=torch.uint8)
+        self._bytes.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
         return _RoundBuffers(sent, received)
 
     def _take_chunks(self, current: Round) -> None:
@@ -136,18 +129,6 @@ class PieceExchange:
             self._collected[place] = np.empty(shape, np.uint8)
 
     def _sent(self, current: Round) -> torch.Tensor:
-        """Return what this rank sends in a round.
-
-        Raises:
-            CheckpointError: PyTorch has no memory for it.
-        """
+        """Return what this rank sends in a round."""
         pieces = [bytes_of(self._held[position].data[part]) for position, part in current.sent]
-        try:
-            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise _no_memory(error) from error
-
-
-def _no_memory(error: RuntimeError) -> CheckpointError:
-    # For memory of the CPU PyTorch has no error of its own.
-    return CheckpointError(f"no memory to exchange pieces with other ranks: {error}")
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)

@@ -276,8 +276,6 @@ class Saver:
             collected = exchange.run()
         except CheckpointError as error:
             return error
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            return CheckpointError(f"step {step}: no memory to exchange pieces with ranks: {error}")
         try:
             done = captured.copied
             if done is None or captured.plan is not plan:

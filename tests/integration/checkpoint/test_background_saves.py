@@ -293,7 +293,7 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
     monkeypatch.setattr(BackgroundSaver, "submit", submit_and_note)
     monkeypatch.setattr(saver_module, "agree_on_save", agree)
     if not is_last_plan_followed:
-        monkeypatch.setattr(collective_plan, "_followed", lambda *_: None)
+        monkeypatch.setattr(collective_plan, "_prepared", lambda *_: None)
     for tensor in values.values():
         tensor.fill_(2.0)
     saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))

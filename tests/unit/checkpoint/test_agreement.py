@@ -10,7 +10,7 @@ import torch
 from keepstep.checkpoint import agreement
 from keepstep.checkpoint.agreement import exchange, from_rank_0, on_all_ranks
 from keepstep.checkpoint.collective import ByteExchange
-from keepstep.checkpoint.errors import CheckpointDamaged, RankFailed
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 # More than goes with a message's length.
@@ -95,13 +95,19 @@ def test_a_message_that_one_rank_cannot_make_is_an_error_on_all(ranks: ThreadRan
     assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
 
+NO_MEMORY = [MemoryError("out of memory"), RuntimeError("DefaultCPUAllocator: not enough memory")]
+"""Python's, and what PyTorch raises for memory of the CPU."""
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 def test_messages_that_one_rank_has_no_memory_for_are_an_error_on_all(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    act = failing_on(1, MemoryError("out of memory"), ranks)
+    act = failing_on(1, error, ranks)
     monkeypatch.setattr(ByteExchange, "reserve", lambda *_, **__: act())
     results = ranks.run(lambda rank: exchange(lambda: [b"0" * LONG] * 3))
-    assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
+    assert [type(result) for result in results] == [RankFailed, CheckpointError, RankFailed]
+    assert str(results[1]) == f"no memory for messages between ranks: {error}"
 
 
 def test_what_rank_0_reads_is_told_to_all(ranks: ThreadRanks) -> None:
@@ -111,10 +117,11 @@ def test_what_rank_0_reads_is_told_to_all(ranks: ThreadRanks) -> None:
     assert ranks.run(act) == [[b"0", b"", b"of rank 0"]] * 3
 
 
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 def test_what_rank_0_tells_and_one_rank_has_no_memory_for_is_an_error_on_all(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    act = failing_on(1, MemoryError("out of memory"), ranks)
+    act = failing_on(1, error, ranks)
 
     def on_group_device(content: torch.Tensor) -> torch.Tensor:
         act()
@@ -122,4 +129,4 @@ def test_what_rank_0_tells_and_one_rank_has_no_memory_for_is_an_error_on_all(
 
     monkeypatch.setattr(agreement, "on_group_device", on_group_device)
     results = ranks.run(lambda _: from_rank_0(lambda: [b"0" * LONG]))
-    assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
+    assert [type(result) for result in results] == [RankFailed, CheckpointError, RankFailed]

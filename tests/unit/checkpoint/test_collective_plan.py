@@ -251,21 +251,26 @@ def test_what_came_beside_a_message_is_not_taken_if_one_rank_plans_anew(
     assert len(collectives) > 2
 
 
+@pytest.mark.parametrize("lacking", ["reserve", "bytes_of"])
 def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     """PyTorch's own is a RuntimeError, which ended the training of the rank that had it."""
     ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
     without_room_for_pieces(monkeypatch)
 
-    def reserve(*_: object, **sizes: int) -> None:
+    where: Any = piece_exchange.ByteExchange if lacking == "reserve" else piece_exchange
+    act: Callable[..., Any] = getattr(where, lacking)
+
+    def lack(*arguments: Any, **sizes: int) -> Any:
         if ranks.get_rank() == 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return act(*arguments, **sizes)
 
-    monkeypatch.setattr(piece_exchange.ByteExchange, "reserve", reserve)
+    monkeypatch.setattr(where, lacking, lack)
     results = ranks.run(plan_and_gather)
-    assert all(isinstance(result, CheckpointError) for result in results), results
+    assert [type(result) for result in results] == [RankFailed, CheckpointError, RankFailed]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +280,6 @@ def test_lack_of_memory_for_the_exchange_is_an_error_that_a_save_takes(
         (collective_plan, "merged_tensor_plan"),
         (collective_plan, "wanted_by_round"),
         (collective_plan, "rounds_of"),
-        (piece_exchange, "bytes_of"),
     ],
 )
 def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
@@ -335,7 +339,7 @@ def test_all_ranks_plan_anew_when_one_lacks_memory_for_the_pieces(
 
     def refuse(exchange: PieceExchange) -> None:
         if collective_plan.rank() == 1:
-            raise MemoryError
+            raise CheckpointError("no memory")
         prepare(exchange)
 
     monkeypatch.setattr(PieceExchange, "prepare", refuse)
