@@ -23,8 +23,8 @@ from keepstep.checkpoint.collective import (
     broadcast_head,
     exchange_beside_json,
     exchange_heads,
-    memory_for,
     on_group_device,
+    preparing,
     rank,
     world_size,
 )
@@ -173,20 +173,15 @@ def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     one collective.
 
     Raises:
-        CheckpointError: it failed there. What is wrong with the checkpoint has the same class on
-            all ranks.
+        CheckpointError: it failed there, or a rank has no memory for it. What is wrong with the
+            checkpoint has the same class on all ranks.
     """
-    own = _Outcome.of(lambda: read() if rank() == 0 else ())
-    told: Json = None
-    if own.error is not None:
-        told = [type(own.error).__name__, str(own.error)]
-    contents = own.get() if told is None else ()
-    index = json.dumps([told, [len(data) for data in contents]]).encode()
-    message = b"".join([len(index).to_bytes(_LENGTH_NBYTES, "little"), index, *contents])
+    own = _Outcome.of(lambda: _framed(None, read() if rank() == 0 else ()))
+    message = own.get() if own.error is None else _framed(own.error, ())
     nbytes, head = broadcast_head(message)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        with memory_for("a message of rank 0"):
+        with preparing("for a message of rank 0"):
             whole = (
                 torch.from_numpy(np.frombuffer(message, np.uint8).copy())
                 if rank() == 0
@@ -209,6 +204,13 @@ def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
         raise _ERRORS[kind](text) if kind in _ERRORS else RankFailed(f"rank 0: {text}")
     ends = itertools.accumulate(sizes, initial=begin)
     return [received[start : start + n] for start, n in zip(ends, sizes, strict=False)]
+
+
+def _framed(error: Exception | None, contents: Sequence[bytes]) -> bytes:
+    """Return the message of `from_rank_0`: an index, which has the error, and the contents."""
+    told = None if error is None else [type(error).__name__, str(error)]
+    index = json.dumps([told, [len(data) for data in contents]]).encode()
+    return b"".join([len(index).to_bytes(_LENGTH_NBYTES, "little"), index, *contents])
 
 
 def exchange(messages: Callable[[], Sequence[bytes]]) -> list[memoryview]:
@@ -236,7 +238,7 @@ def exchange(messages: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     byte_exchange = ByteExchange()
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        with memory_for("messages between ranks"):
+        with preparing("messages between ranks"):
             sent = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
             received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
             byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())

@@ -58,15 +58,16 @@ def default_store() -> Store | None:
 
 
 @contextmanager
-def memory_for(purpose: str) -> Iterator[None]:
-    """Raise CheckpointError if what is done needs memory for this and there is none.
+def preparing(what: str) -> Iterator[None]:
+    """Raise CheckpointError if what prepares for a message fails, mostly for want of memory.
 
-    For memory of the CPU PyTorch has no error of its own: it raises RuntimeError.
+    For memory of the CPU PyTorch has no error of its own: it raises RuntimeError, as for a device
+    that has failed.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        raise CheckpointError(f"no memory for {purpose}: {error}") from error
+        raise CheckpointError(f"could not prepare {what}: {error or 'no memory'}") from error
 
 
 def all_gather_json(message: Json) -> list[Json]:

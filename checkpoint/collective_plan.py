@@ -4,8 +4,8 @@ Each rank sends its boxes to the planners of their tensors and gets back which c
 (`keepstep.checkpoint.stored.shared_plan`), so that no rank looks at what all ranks hold. Rank 0,
 which publishes, gets the tensors and the documents, and adds where the state comes from; of
 documents that several ranks have alike, one rank sends its own. Then the ranks exchange the pieces
-of chunks that their writers do not hold; where a plan is followed again and they are small, with
-the message in which the ranks agree to follow it.
+of chunks that their writers do not hold; small ones go with the message in which the ranks agree on
+the exchange, or on following a plan again.
 
 Every rank must make the same calls in the same order, as for `keepstep.checkpoint.collective`. What
 fails on one rank is raised on all of them before the next message: none is left waiting.
@@ -14,6 +14,7 @@ fails on one rank is raised on all of them before the next message: none is left
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +68,8 @@ from keepstep.checkpoint.stored.shared_plan import (
     planner_rank,
 )
 from keepstep.checkpoint.stored.writer import ReadBox
+
+log = logging.getLogger("keepstep")
 
 Signature = tuple[tuple[object, ...], ...]
 """Of how many ranks which one it is, how cells are compressed, and the rank's boxes.
@@ -191,6 +194,8 @@ def agree_on_save(
     known = {name for _, name, *_ in gathered}
     if prepared is None or len(known) > 1:
         cache.keep(None)
+        # The memory of its exchange goes before another one takes as much.
+        prepared = None
         plan, exchange = _plan(attempt, live.tensors, signature, compression)
         cache.keep(plan)
     else:
@@ -318,19 +323,30 @@ def _plan(
         return {peer: [len(wanted), greatest, requests.get(peer, [])] for peer in range(ranks)}
 
     asked = _exchange_json(ask_for_pieces)
+    ((own, tensors, wanted),) = merged
 
-    def plan_rounds() -> tuple[SharedPlan, _Prepared | None]:
-        ((own, tensors, wanted),) = merged
-        counts, nbytes, requests = zip(
-            *(_decode(asked[peer]) for peer in range(ranks)), strict=True
-        )
-        entries = [tensor.entry() for tensor in held]
-        plan = SharedPlan(
+    def plan_of(rounds: tuple[Round, ...], *, goes_beside: bool) -> SharedPlan:
+        return SharedPlan(
             name=name,
             signature=signature,
             own=own,
             tensors=tensors,
-            rounds=rounds_of(wanted, dict(enumerate(requests)), max(counts), own, entries, ranks),
+            rounds=rounds,
+            goes_beside=goes_beside,
+        )
+
+    if all(message == _NO_PIECES for message in asked.values()):
+        # Each rank has told the same to all.
+        plan = plan_of((), goes_beside=False)
+        return plan, _exchange_of(plan, held)
+
+    def plan_rounds() -> tuple[SharedPlan, _Prepared | None]:
+        counts, nbytes, requests = zip(
+            *(_decode(asked[peer]) for peer in range(ranks)), strict=True
+        )
+        entries = [tensor.entry() for tensor in held]
+        plan = plan_of(
+            rounds_of(wanted, dict(enumerate(requests)), max(counts), own, entries, ranks),
             goes_beside=max(counts) == 1 and max(nbytes) <= room_beside_message(),
         )
         return plan, _prepared(plan, held)
@@ -344,6 +360,10 @@ def _plan(
         return plan, _exchange_of(plan, held)
     prepared.exchange.receive_beside(pieces)
     return plan, prepared.exchange
+
+
+_NO_PIECES = b"[0, 0, []]"
+"""What a rank that lacks no pieces tells each rank."""
 
 
 def _merged(shares: Sequence[Json]) -> tuple[WriterPlan, TensorPlan, Pieces]:
@@ -366,15 +386,16 @@ class _Prepared:
 
 
 def _prepared(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> _Prepared | None:
-    """Prepare the exchange of a plan; None without memory.
+    """Prepare the exchange of a plan; None if that fails, mostly for want of memory.
 
-    Then ranks that follow a plan plan anew; and those that do agree once more on why the exchange
-    fails, if it does again.
+    Then ranks that would follow a plan make a new one. If that of the new one fails too, `run`
+    tries once more, and tells all ranks why.
     """
     exchange = _exchange_of(plan, tensors)
     try:
         exchange.prepare()
-    except CheckpointError:
+    except CheckpointError as error:
+        log.warning("%s; it is tried again", error)
         return None
     return _Prepared(plan, exchange)
 

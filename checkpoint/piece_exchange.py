@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from keepstep.checkpoint.agreement import on_all_ranks
-from keepstep.checkpoint.collective import ByteExchange, Bytes, memory_for
+from keepstep.checkpoint.collective import ByteExchange, Bytes, preparing
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 from keepstep.checkpoint.stored.piece_rounds import Place, Round
 
-_PURPOSE = "pieces that ranks exchange"
+_PIECES = "pieces that ranks exchange"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,16 +54,16 @@ class PieceExchange:
         self._bytes = ByteExchange()
         self._first: _RoundBuffers | None = None
         self._beside: torch.Tensor | None = None
-        self.is_done = False
+        self.is_done = not rounds
         """Whether nothing is left to be exchanged."""
 
     def prepare(self) -> None:
         """Take memory for the first round, and copy what this rank sends in it.
 
         Raises:
-            CheckpointError: there is no memory for it.
+            CheckpointError: there is no memory for it, or a tensor cannot be read.
         """
-        with memory_for(_PURPOSE):
+        with preparing(_PIECES):
             if self._goes_beside:
                 self._take_chunks(self._rounds[0])
                 self._beside = self._sent(self._rounds[0])
@@ -87,19 +87,19 @@ class PieceExchange:
             places = iter(current.places)
             for content, nbytes in zip(contents, current.received_nbytes, strict=True):
                 self._put(places, np.frombuffer(content, np.uint8, nbytes))
-        self._beside = None
-        self.is_done = not self._rounds or self._goes_beside
+            self._beside = None
+            self.is_done = True
 
     def run(self) -> dict[tuple[str, Box], Bytes]:
         """Exchange the pieces, unless it is done; return the chunks, by tensor key and box.
 
         Raises:
-            CheckpointError: this rank has no memory for them, or another rank failed.
+            CheckpointError: this rank could not prepare for it, or another rank could not.
         """
         for current in () if self.is_done else self._rounds:
             buffers, self._first = self._first, None
             if buffers is None:
-                buffers = on_all_ranks(memory_for(_PURPOSE)(partial(self._prepared, current)))
+                buffers = on_all_ranks(preparing(_PIECES)(partial(self._prepared, current)))
             self._bytes.run(
                 buffers.sent, current.sent_nbytes, buffers.received, current.received_nbytes
             )

@@ -209,6 +209,8 @@ def saves_in_turn(
                     "save", name, "fsdp", world, str(directory), workspace, megabytes, SAVES
                 )
             except RuntimeError as error:
+                if name == RAW:
+                    raise
                 console.print(name, "cannot save:", str(error)[-400:])
             shutil.rmtree(directory)
         turns.append(saves)

@@ -107,7 +107,23 @@ def test_messages_that_one_rank_has_no_memory_for_are_an_error_on_all(
     monkeypatch.setattr(ByteExchange, "reserve", lambda *_, **__: act())
     results = ranks.run(lambda rank: exchange(lambda: [b"0" * LONG] * 3))
     assert [type(result) for result in results] == [RankFailed, CheckpointError, RankFailed]
-    assert str(results[1]) == f"no memory for messages between ranks: {error}"
+    assert str(results[1]) == f"could not prepare messages between ranks: {error}"
+
+
+def test_message_that_rank_0_has_no_memory_for_is_an_error_on_all(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = failing_on(0, MemoryError("out of memory"), ranks)
+    framed = agreement._framed
+
+    def lack(error: Exception | None, contents: Sequence[bytes]) -> bytes:
+        if error is None:
+            act()
+        return framed(error, contents)
+
+    monkeypatch.setattr(agreement, "_framed", lack)
+    results = ranks.run(lambda _: from_rank_0(lambda: [b"0" * LONG]))
+    assert [type(result) for result in results] == [MemoryError, RankFailed, RankFailed]
 
 
 def test_what_rank_0_reads_is_told_to_all(ranks: ThreadRanks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -171,16 +171,60 @@ def without_room_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_plan, "room_beside_message", lambda: 127)
 
 
-@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize(("has_room", "messages"), [(True, 5), (False, 6)])
 def test_first_plan_takes_five_messages_with_the_pieces_if_they_are_small(
+    monkeypatch: pytest.MonkeyPatch, has_room: bool, messages: int
+) -> None:
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    if not has_room:
+        without_room_for_pieces(monkeypatch)
+    assert content_of(ranks.run(plan_and_gather)) == content_of_shards()
+    assert ranks.collectives[:: ranks.count] == ["all_to_all_single"] * messages
+
+
+def test_first_plan_takes_four_messages_if_no_rank_lacks_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    agreed = ranks.run(lambda _: agree_on_save(lambda: state(a=(4, 3)), None, PlanCache()))
+    assert [(save.exchange.is_done, save.exchange.run()) for save in agreed] == [(True, {})] * 3
+    assert ranks.collectives[:: ranks.count] == ["all_to_all_single"] * 4
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_pieces_arrive_if_one_rank_could_not_prepare_for_them_at_first(
     monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
     ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
     if not has_room:
         without_room_for_pieces(monkeypatch)
-    ranks.run(plan_and_gather)
-    assert ranks.collectives[:: ranks.count] == ["all_to_all_single"] * (5 if has_room else 6)
+    refuse_preparing(monkeypatch, rank=1)
+    assert content_of(ranks.run(plan_and_gather)) == content_of_shards()
+
+
+def content_of(collected: Sequence[Mapping[tuple[str, Box], Any]]) -> list[bytes]:
+    """Return the bytes of all chunks that ranks have collected."""
+    return [data.tobytes() for chunks in collected for data in chunks.values()]
+
+
+def content_of_shards() -> list[bytes]:
+    """Return the content of the one chunk of all shards."""
+    return [torch.cat([shard(rank).tensors[0].data for rank in range(3)]).numpy().tobytes()]
+
+
+def refuse_preparing(monkeypatch: pytest.MonkeyPatch, *, rank: int) -> None:
+    """Let a rank have no memory for the exchange of pieces before the ranks have agreed on it."""
+    prepare = PieceExchange.prepare
+
+    def refuse(exchange: PieceExchange) -> None:
+        if collective_plan.rank() == rank:
+            raise CheckpointError("no memory")
+        prepare(exchange)
+
+    monkeypatch.setattr(PieceExchange, "prepare", refuse)
 
 
 def save_twice(
@@ -335,20 +379,9 @@ def test_all_ranks_plan_anew_when_one_lacks_memory_for_the_pieces(
 ) -> None:
     ranks, agree = ranks_that_agree(monkeypatch)
     first = ranks.run(agree)
-    prepare = PieceExchange.prepare
-
-    def refuse(exchange: PieceExchange) -> None:
-        if collective_plan.rank() == 1:
-            raise CheckpointError("no memory")
-        prepare(exchange)
-
-    monkeypatch.setattr(PieceExchange, "prepare", refuse)
+    refuse_preparing(monkeypatch, rank=1)
     again = ranks.run(agree)
     assert len({agreed.plan.name for agreed in again}) == 1
     assert again[0].plan is not first[0].plan
-    collected = [
-        item
-        for result in ranks.run(lambda rank: again[rank].exchange.run())
-        for item in result.items()
-    ]
-    assert len(collected) == 1
+    collected = ranks.run(lambda rank: again[rank].exchange.run())
+    assert content_of(collected) == content_of_shards()
