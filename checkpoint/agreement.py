@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -24,12 +25,12 @@ from keepstep.checkpoint.collective import (
     exchange_beside_json,
     exchange_heads,
     on_group_device,
-    preparing,
     rank,
     world_size,
 )
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
+    CheckpointError,
     CheckpointMissing,
     CheckpointTooNew,
     FormatUnsupported,
@@ -164,6 +165,19 @@ def on_all_ranks_telling(
     if has_failed:
         _on_all_ranks_for(outcome)
     return outcome.get()[0], is_so_on_any
+
+
+@contextmanager
+def preparing(what: str) -> Iterator[None]:
+    """Raise CheckpointError if what prepares for a message fails, mostly for want of memory.
+
+    For memory of the CPU PyTorch has no error of its own: it raises RuntimeError, as for a device
+    that has failed.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(f"could not prepare {what}: {error or 'no memory'}") from error
 
 
 def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:

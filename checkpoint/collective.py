@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 
@@ -55,19 +53,6 @@ def world_size() -> int:
 def default_store() -> Store | None:
     """Return the store that the process group was made with; None without a process group."""
     return _get_default_store() if _is_collective() else None
-
-
-@contextmanager
-def preparing(what: str) -> Iterator[None]:
-    """Raise CheckpointError if what prepares for a message fails, mostly for want of memory.
-
-    For memory of the CPU PyTorch has no error of its own: it raises RuntimeError, as for a device
-    that has failed.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        raise CheckpointError(f"could not prepare {what}: {error or 'no memory'}") from error
 
 
 def all_gather_json(message: Json) -> list[Json]:

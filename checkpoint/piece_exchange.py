@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from keepstep.checkpoint.agreement import on_all_ranks
-from keepstep.checkpoint.collective import ByteExchange, Bytes, preparing
+from keepstep.checkpoint.agreement import on_all_ranks, preparing
+from keepstep.checkpoint.collective import ByteExchange, Bytes
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 from keepstep.checkpoint.stored.piece_rounds import Place, Round

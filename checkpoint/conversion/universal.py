@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain, count
 
-import crc32c
 import numpy as np
 
 from keepstep.checkpoint.content_check import content_of
@@ -32,7 +30,7 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
 )
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.content_digest import DIGEST, chunk_hash, digest_document, sum_of
+from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.release import release_of
@@ -47,6 +45,7 @@ from keepstep.checkpoint.stored.stored_json import decode, encode
 from keepstep.checkpoint.stored.strict_json import encode_strict
 from keepstep.checkpoint.stored.writer import (
     PARALLEL_WRITES,
+    ContentSum,
     commit,
     contents,
     is_closed,
@@ -154,25 +153,19 @@ class UniversalParts:
         if self._was_written(number, report):
             self._show_life(number)
             return
-        hashes: list[int] = []
-        lock = threading.Lock()
+        content = ContentSum()
 
         def read_box(key: str, box: Box) -> np.ndarray:
             values = np.empty((*box.shape, self._itemsize(key)), np.uint8)
             self._source.read([BoxRequest(key, box, values.reshape(-1).data)])
-            chunk = self.plan.tensors[key].chunk
-            place = [start // extent for start, extent in zip(box.offset, chunk, strict=True)]
-            hashed = chunk_hash(key, place, crc32c.crc32c(values.reshape(-1).data))
-            with lock:
-                hashes.append(hashed)
             report(values.nbytes)
             return values
 
         listing = write_part(
             self.storage, self.attempt, self.plan, [number], read_box,
-            name=number, threads=self._threads,
+            name=number, threads=self._threads, content=content,
         )  # fmt: skip
-        note = _WrittenPart(listing, sum_of(hashes)).encode()
+        note = _WrittenPart(listing, content.total).encode()
         self.storage.write(self._note_name(number), [note])
         self.storage.flush([self._note_name(number)])
 

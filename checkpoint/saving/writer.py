@@ -14,17 +14,12 @@ import logging
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Sequence
-
-import crc32c
-import numpy as np
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Entry
 from keepstep.checkpoint.layout.content_digest import (
     DIGEST,
-    chunk_hash,
     digest_document,
     sum_of,
 )
@@ -49,7 +44,7 @@ from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.transfer_memory import TransferPool
-from keepstep.checkpoint.stored.writer import publish, write_part
+from keepstep.checkpoint.stored.writer import ContentSum, publish, write_part
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
 
@@ -110,6 +105,7 @@ class Writer:
         os.chdir(task.directory)
         self._task = task
         reader = _BufferReader(self._plan, self._buffer.bytes)
+        content = ContentSum()
         part = write_part(
             open_storage(task.url),
             _attempt_of(task),
@@ -118,9 +114,10 @@ class Writer:
             reader.read_box,
             name=self._plan.rank,
             memory=self._write_memory,
+            content=content,
         )
         return Written(
-            name=part.name, nbytes=part.nbytes, crc32c=part.crc32c, content=reader.content
+            name=part.name, nbytes=part.nbytes, crc32c=part.crc32c, content=content.total
         )
 
     def _publish(self) -> WriterReply:
@@ -144,26 +141,18 @@ class Writer:
 
 
 class _BufferReader:
-    """Reads chunks from the buffer, and adds up their hashes. Called from several threads."""
+    """Reads chunks from the buffer. Called from several threads."""
 
     def __init__(self, plan: PartPlan, memory: Bytes) -> None:
         self._memory = memory
         self._entries: dict[str, list[Entry]] = {}
         for entry in plan.entries:
             self._entries.setdefault(entry.key, []).append(entry)
-        self._places = {(chunk.key, chunk.box): chunk.place for chunk in plan.own.chunks}
-        self._adding = threading.Lock()
-        self.content = 0
 
     def read_box(self, key: str, box: Box) -> Bytes:
         """Return a chunk's bytes, a view of the buffer."""
         entry = next(e for e in self._entries[key] if box.is_within(e.box))
-        values = box_bytes(entry, self._memory, box)
-        crc = crc32c.crc32c(np.ascontiguousarray(values).data)
-        hashed = chunk_hash(key, self._places[key, box], crc)
-        with self._adding:
-            self.content = sum_of((self.content, hashed))
-        return values
+        return box_bytes(entry, self._memory, box)
 
 
 def _attempt_of(task: WritePart) -> Attempt:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import crc32c
 import numpy as np
@@ -28,6 +28,13 @@ BLOSC_LEVEL = 1
 BLOSC_HEADER_NBYTES = 16
 """What Blosc adds, and all that it adds to bytes that do not shrink."""
 
+_BAND_NBYTES = 2**20
+"""About how much of a chunk is read at a time: it stays in the processor's cache until the cells of
+it have their checksums."""
+
+_PART_NBYTES = 2**14
+"""What such a band has of each cell at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedCells:
@@ -37,11 +44,14 @@ class EncodedCells:
         data: the cells, each followed by its checksum.
         checksums: the crc32c of each cell.
         sizes: the size in bytes of each cell with its checksum.
+        content: the crc32c of the chunk's elements in C order, taken before they were encoded; 0 if
+            it was not asked for.
     """
 
     data: memoryview
     checksums: tuple[int, ...]
     sizes: tuple[int, ...]
+    content: int = 0
 
 
 def encoded_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
@@ -51,31 +61,36 @@ def encoded_nbytes(tensor: StoredTensor, shape: Sequence[int]) -> int:
     return math.prod(counts) * (tensor.cell_nbytes + header_nbytes + CHECKSUM_NBYTES)
 
 
-def encode_cells(tensor: StoredTensor, values: Bytes, into: Bytes) -> EncodedCells:
+def encode_cells(
+    tensor: StoredTensor, values: Bytes, into: Bytes, *, with_content: bool = False
+) -> EncodedCells:
     """Encode a chunk's cells.
 
     Args:
         tensor: the chunk's tensor.
         values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
         into: memory of `encoded_nbytes` for the cells.
+        with_content: whether to take the checksum of what `values` has.
     """
     *shape, itemsize = values.shape
-    if tensor.compression is None and tuple(shape) == tensor.cell:
-        return _one_plain(values, into)
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
+    is_split = tensor.compression is None and tuple(shape) != tensor.cell
+    content = 0
+    if with_content and not (is_split and shape == padded_shape):
+        content = crc32c.crc32c(np.ascontiguousarray(values).data)
+        with_content = False
     if shape != padded_shape:
         padded = np.zeros((*padded_shape, itemsize), np.uint8)
         padded[tuple(slice(0, extent) for extent in shape)] = values
         values = padded
-    # For each axis of the tensor there is then one for the cell's place and one for the element's
-    # place within the cell. These are views: splitting an axis never needs a copy.
-    rank = len(shape)
-    split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
-    in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
-    if tensor.compression is None:
-        return _plain(tensor, counts, in_order, into)
-    return _compressed(tensor, counts, in_order, into)
+    if is_split:
+        encoded = _plain(tensor, counts, values, into, with_content=with_content)
+    elif tensor.compression is None:
+        encoded = _one_plain(values, into)
+    else:
+        encoded = _compressed(tensor, counts, values, into)
+    return encoded if with_content else replace(encoded, content=content)
 
 
 def _one_plain(values: Bytes, encoded: Bytes) -> EncodedCells:
@@ -89,26 +104,62 @@ def _one_plain(values: Bytes, encoded: Bytes) -> EncodedCells:
 
 
 def _plain(
-    tensor: StoredTensor, counts: Sequence[int], in_order: Bytes, memory: Bytes
+    tensor: StoredTensor,
+    counts: Sequence[int],
+    values: Bytes,
+    memory: Bytes,
+    *,
+    with_content: bool,
 ) -> EncodedCells:
-    nbytes, count = tensor.cell_nbytes, math.prod(counts)
-    size = nbytes + CHECKSUM_NBYTES
+    """Encode a chunk in bands of rows, within one row of cells each."""
+    nbytes, cell_rows = tensor.cell_nbytes, tensor.cell[0]
+    size, cell_row_nbytes = nbytes + CHECKSUM_NBYTES, nbytes // cell_rows
+    count, beside = math.prod(counts), math.prod(counts[1:])
+    least_rows = ceil_div(_PART_NBYTES, cell_row_nbytes)
+    band_rows = min(cell_rows, max(_BAND_NBYTES // (beside * cell_row_nbytes), least_rows))
     encoded = memory.reshape(-1, size)
-    itemsize = in_order.shape[-1]
-    encoded[:, :nbytes].reshape(*counts, *tensor.cell, itemsize)[...] = in_order
-    checksums = tuple(crc32c.crc32c(cell[:nbytes].data) for cell in encoded)
+    checksums, content = [0] * count, 0
+    for first in range(0, counts[0] * beside, beside):
+        cells = encoded[first : first + beside]
+        for begin in range(0, cell_rows, band_rows):
+            end = min(begin + band_rows, cell_rows)
+            row = first // beside * cell_rows
+            band = values[row + begin : row + end]
+            if with_content:
+                content = crc32c.crc32c(np.ascontiguousarray(band).data, content)
+            parts = cells[:, begin * cell_row_nbytes : end * cell_row_nbytes]
+            in_order = _cells_first(band, counts[1:], tensor.cell[1:])
+            parts.reshape(in_order.shape)[...] = in_order
+            for number, part in enumerate(parts, first):
+                checksums[number] = crc32c.crc32c(part.data, checksums[number])
     encoded[:, nbytes:] = np.array(checksums, "<u4").view(np.uint8).reshape(-1, CHECKSUM_NBYTES)
-    return EncodedCells(encoded.reshape(-1).data, checksums, (size,) * count)
+    return EncodedCells(encoded.reshape(-1).data, tuple(checksums), (size,) * count, content)
+
+
+def _cells_first(band: Bytes, counts: Sequence[int], cell: Sequence[int]) -> Bytes:
+    """Return rows of a chunk, all of one row of cells, as a view with the axes of cells first.
+
+    Args:
+        band: the rows; its last axis is one element's bytes.
+        counts: how many cells there are along each axis after the rows'.
+        cell: their extents along these.
+    """
+    rank = len(counts)
+    # Splitting an axis never needs a copy.
+    after_rows = itertools.chain(*zip(counts, cell, strict=True))
+    split = band.reshape(band.shape[0], *after_rows, band.shape[-1])
+    of_cells, within = range(1, 2 * rank + 1, 2), range(2, 2 * rank + 1, 2)
+    return split.transpose(*of_cells, 0, *within, 2 * rank + 1)
 
 
 def _compressed(
-    tensor: StoredTensor, counts: Sequence[int], in_order: Bytes, encoded: Bytes
+    tensor: StoredTensor, counts: Sequence[int], values: Bytes, encoded: Bytes
 ) -> EncodedCells:
     checksums: list[int] = []
     sizes: list[int] = []
     end = 0
-    for cell in _cells(tensor, counts, in_order):
-        data = compress(cell, in_order.shape[-1])
+    for cell in _cells(tensor, counts, values):
+        data = compress(cell, values.shape[-1])
         checksum = crc32c.crc32c(data)
         for piece in (data, checksum.to_bytes(CHECKSUM_NBYTES, "little")):
             encoded[end : end + len(piece)] = np.frombuffer(piece, np.uint8)
@@ -118,11 +169,13 @@ def _compressed(
     return EncodedCells(encoded[:end].data, tuple(checksums), tuple(sizes))
 
 
-def _cells(tensor: StoredTensor, counts: Sequence[int], in_order: Bytes) -> Iterator[Bytes]:
+def _cells(tensor: StoredTensor, counts: Sequence[int], values: Bytes) -> Iterator[Bytes]:
     """Yield the bytes of each cell, in memory that all of them share."""
-    cell = np.empty((*tensor.cell, in_order.shape[-1]), np.uint8)
+    cell = np.empty((*tensor.cell, values.shape[-1]), np.uint8)
     for place in itertools.product(*map(range, counts)):
-        cell[...] = in_order[place]
+        starts = [n * extent for n, extent in zip(place, tensor.cell, strict=True)]
+        box = tuple(slice(n, n + step) for n, step in zip(starts, tensor.cell, strict=True))
+        cell[...] = values[box]
         yield cell.reshape(-1)
 
 

@@ -8,6 +8,7 @@ manifest names, which readers ignore.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.content_digest import chunk_hash, sum_of
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.stored.cell_codec import (
     Bytes,
@@ -93,6 +95,24 @@ Piece = bytes | memoryview
 """A contiguous part of an object."""
 
 
+class ContentSum:
+    """Adds up the hashes of chunks that are written, for a digest of contents. Thread-safe.
+
+    Attributes:
+        total: the sum so far.
+    """
+
+    def __init__(self) -> None:
+        self._adding = threading.Lock()
+        self.total = 0
+
+    def add(self, chunk: Chunk, crc32c: int) -> None:
+        """Add a chunk whose elements have this checksum."""
+        hashed = chunk_hash(chunk.key, chunk.place, crc32c)
+        with self._adding:
+            self.total = sum_of((self.total, hashed))
+
+
 def write_part(
     storage: Storage,
     attempt: Attempt,
@@ -104,6 +124,7 @@ def write_part(
     stop: Callable[[], bool] = lambda: False,
     threads: int | None = None,
     memory: TransferPool | None = None,
+    content: ContentSum | None = None,
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
@@ -123,6 +144,7 @@ def write_part(
         stop: called before every chunk; True ends the attempt.
         threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
         memory: what objects are encoded into, if parts are written one after the other.
+        content: gets the hashes of what `read_box` returns.
 
     Raises:
         CheckpointExists: this step of this generation is committed.
@@ -162,7 +184,11 @@ def write_part(
                 f"step {attempt.stored.step}: it was not stored, because this attempt was given "
                 f"up, or its generation {attempt.stored.generation} is over"
             )
-        return encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box), into)
+        tensor, values = plan.tensors[chunk.key], read_box(chunk.key, chunk.box)
+        cells = encode_cells(tensor, values, into, with_content=content is not None)
+        if content is not None:
+            content.add(chunk, cells.content)
+        return cells
 
     jobs = list(write_jobs(plan, writers, name))
     try:

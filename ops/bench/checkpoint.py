@@ -29,7 +29,8 @@ written before, just before each save. `cpu_ratio` is the same ratio in processo
 training's process, which other load does not change. DCP's forms write in a thread or a process,
 from memory of its own, shared or page-locked. keepstep's process writes at a low priority; from
 the return of a save until it is durable takes `background_s`. `checksum_share` is the processor
-time of a rank's checksums over that, `checksum_cpu_share` over the processor time of all writing.
+time of a rank's checksums over that, `checksum_cpu_share` over the processor time of all writing:
+how much longer chunks take to be encoded with checksums than without.
 
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.

@@ -13,13 +13,14 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-import crc32c
 import numpy as np
 import psutil
 import torch
@@ -32,11 +33,16 @@ import keepstep.checkpoint.api  # Imported before measuring, as DCP is.
 import keepstep.checkpoint.saving.process_saver
 import keepstep.checkpoint.stored.files
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.chunking import CELL_NBYTES
+from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, boxes_reader
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED
+from keepstep.checkpoint.state_mapping import capture
+from keepstep.checkpoint.stored import cell_codec
+from keepstep.checkpoint.stored.cell_codec import encode_cells, encoded_nbytes
 from ops.bench.processor_time import processor_s
 
 # The first one pays for memory and processes.
 BACKGROUND_SAVES = 6
+ENCODINGS = 7
 
 
 @dataclass(frozen=True)
@@ -262,7 +268,7 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
             writing.append(total(children_s() - writer_0))
     own = {}
     if is_own:
-        checksums = checksums_s(warm.values())
+        checksums = checksums_s(tensors)
         own = {
             "background_s": statistics.median(durable[1:]),
             "checksum_share": greatest(checksums) / statistics.median(durable[1:]),
@@ -310,18 +316,31 @@ def children_s() -> float:
     return processor_s(psutil.Process().children(recursive=True))
 
 
-def checksums_s(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the processor seconds that checksums of these bytes take.
+def checksums_s(tensors: Mapping[str, torch.Tensor]) -> float:
+    """Return the processor seconds that a rank's checksums take in a save of these tensors.
 
-    Each is read twice: for the digest of what memory holds, and for the cells that are stored.
+    It encodes the chunks that the rank writes with checksums, of what memory holds and of the cells
+    that are stored, and without any.
     """
-    data = [memoryview(tensor.numpy().reshape(-1).view(np.uint8)) for tensor in tensors]
-    began = time.process_time()
-    for content in data:
-        crc32c.crc32c(content)
-        for first in range(0, len(content), CELL_NBYTES[1]):
-            crc32c.crc32c(content[first : first + CELL_NBYTES[1]])
-    return time.process_time() - began
+    agreed = agree_on_save(lambda: capture(tensors, NOT_DESCRIBED, None), None, PlanCache())
+    read_box, own = boxes_reader(agreed), agreed.plan.own
+    sizes = [encoded_nbytes(own.tensors[chunk.key], chunk.box.shape) for chunk in own.chunks]
+    memory = np.zeros(max(sizes), np.uint8)
+
+    def encode() -> float:
+        began = time.process_time()
+        for chunk, nbytes in zip(own.chunks, sizes, strict=True):
+            values = read_box(chunk.key, chunk.box)
+            encode_cells(own.tensors[chunk.key], values, memory[:nbytes], with_content=True)
+        return time.process_time() - began
+
+    nothing = SimpleNamespace(crc32c=lambda data, value=0: 0)
+    taken = []
+    for _ in range(ENCODINGS):
+        with_checksums = encode()
+        with patch.object(cell_codec, "crc32c", nothing):
+            taken.append(with_checksums - encode())
+    return statistics.median(taken)
 
 
 def read_bytes() -> int:

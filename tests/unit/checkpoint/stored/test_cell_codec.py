@@ -7,11 +7,15 @@ import itertools
 import crc32c
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from keepstep.checkpoint.stored.cell_codec import encode_cells, encoded_nbytes
+from keepstep.checkpoint.stored import cell_codec
+from keepstep.checkpoint.stored.cell_codec import decompress, encode_cells, encoded_nbytes
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
 
+@pytest.mark.parametrize("is_banded", [False, True])
 @pytest.mark.parametrize(
     ("shape", "cell"),
     [
@@ -23,12 +27,17 @@ from keepstep.checkpoint.stored.chunking import StoredTensor
         ((6, 4), (6, 3)),
         ((40, 50), (40, 50)),
         ((7, 3, 2), (2, 3, 2)),
+        ((8, 9), (4, 3)),
+        ((8, 6, 4), (4, 3, 2)),
+        ((0, 3), (2, 3)),
     ],
 )
 def test_each_cell_is_padded_and_followed_by_its_checksum(
-    shape: tuple[int, ...], cell: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], cell: tuple[int, ...], is_banded: bool
 ) -> None:
     """The same whether a chunk is one whole cell, as of most tensors, or several."""
+    if is_banded:
+        narrow_bands(monkeypatch)
     tensor = StoredTensor(dtype="float32", shape=shape, chunk=shape, cell=cell, is_packed=True)
     values = np.random.default_rng(0).integers(0, 256, (*shape, 4), np.uint8)
     counts = [-(-extent // step) for extent, step in zip(shape, cell, strict=True)]
@@ -54,6 +63,71 @@ def test_each_cell_is_padded_and_followed_by_its_checksum(
     assert encoded.checksums == tuple(checksums)
     assert encoded.sizes == tuple(len(content) + 4 for content in cells)
     assert bytes(memory) == bytes(encoded.data)
+
+
+def narrow_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have chunks encoded row by row, but for two rows at a time where a row has four bytes."""
+    monkeypatch.setattr(cell_codec, "_BAND_NBYTES", 1)
+    monkeypatch.setattr(cell_codec, "_PART_NBYTES", 8)
+
+
+@given(
+    axes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+    edge=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    band=st.integers(1, 64),
+    is_compressed=st.booleans(),
+    is_contiguous=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_cells_and_content_are_those_of_the_chunk_whatever_the_bands(
+    axes: list[tuple[int, int]],
+    edge: list[int],
+    band: int,
+    is_compressed: bool,
+    is_contiguous: bool,
+) -> None:
+    """Axes are cells and their extents; at its end a chunk lacks `edge` of them."""
+    cell = tuple(extent for _, extent in axes)
+    shape = tuple(
+        max(1, count * extent - lacking)
+        for (count, extent), lacking in zip(axes, edge, strict=False)
+    )
+    tensor = StoredTensor(
+        dtype="int16",
+        shape=shape,
+        chunk=shape,
+        cell=cell,
+        is_packed=False,
+        compression="zstd" if is_compressed else None,
+    )
+    around = np.random.default_rng(band).integers(0, 256, (*shape, 4), np.uint8)
+    values = around[..., 1:3]
+    if is_contiguous:
+        values = np.ascontiguousarray(values)
+    memory = np.empty(encoded_nbytes(tensor, shape), np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cell_codec, "_BAND_NBYTES", band)
+        patch.setattr(cell_codec, "_PART_NBYTES", 1)
+        encoded = encode_cells(tensor, values, memory, with_content=True)
+    assert encoded.content == crc32c.crc32c(np.ascontiguousarray(values).data)
+    decoded = np.zeros((*(-(-n // step) * step for n, step in zip(shape, cell, strict=True)), 2))
+    ends = list(itertools.accumulate(encoded.sizes))
+    counts = [-(-extent // step) for extent, step in zip(shape, cell, strict=True)]
+    places = list(itertools.product(*map(range, counts)))
+    for place, end, size, checksum in zip(
+        places, ends, encoded.sizes, encoded.checksums, strict=True
+    ):
+        data = np.frombuffer(encoded.data[end - size : end - 4], np.uint8)
+        assert crc32c.crc32c(data) == checksum
+        if is_compressed:
+            plain = np.empty(tensor.cell_nbytes, np.uint8)
+            decompress(data, plain)
+            data = plain
+        box = tuple(slice(n * step, (n + 1) * step) for n, step in zip(place, cell, strict=True))
+        decoded[box] = data.reshape(*cell, 2)
+    inside = tuple(slice(0, extent) for extent in shape)
+    assert np.array_equal(decoded[inside], values)
+    assert decoded.sum() == values.sum(dtype=np.int64), "what is beyond the edge is zero"
 
 
 def test_what_is_encoded_does_not_change_with_the_values_afterwards() -> None:
