@@ -32,9 +32,6 @@ _BAND_NBYTES = 2**20
 """About how much of a chunk is read at a time: it stays in the processor's cache until the cells of
 it have their checksums."""
 
-_PART_NBYTES = 2**14
-"""What such a band has of each cell at least."""
-
 
 @dataclass(frozen=True, slots=True)
 class EncodedCells:
@@ -75,22 +72,23 @@ def encode_cells(
     *shape, itemsize = values.shape
     counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
-    is_split = tensor.compression is None and tuple(shape) != tensor.cell
+    is_one_cell = tuple(shape) == tensor.cell and values.nbytes <= _BAND_NBYTES
+    is_in_bands = tensor.compression is None and not is_one_cell
     content = 0
-    if with_content and not (is_split and shape == padded_shape):
+    if with_content and not (is_in_bands and shape == padded_shape):
         content = crc32c.crc32c(np.ascontiguousarray(values).data)
-        with_content = False
     if shape != padded_shape:
         padded = np.zeros((*padded_shape, itemsize), np.uint8)
         padded[tuple(slice(0, extent) for extent in shape)] = values
         values = padded
-    if is_split:
-        encoded = _plain(tensor, counts, values, into, with_content=with_content)
+    if is_in_bands:
+        takes_content = with_content and shape == padded_shape
+        encoded = _plain(tensor, counts, values, into, with_content=takes_content)
     elif tensor.compression is None:
         encoded = _one_plain(values, into)
     else:
         encoded = _compressed(tensor, counts, values, into)
-    return encoded if with_content else replace(encoded, content=content)
+    return replace(encoded, content=content) if content else encoded
 
 
 def _one_plain(values: Bytes, encoded: Bytes) -> EncodedCells:
@@ -111,45 +109,104 @@ def _plain(
     *,
     with_content: bool,
 ) -> EncodedCells:
-    """Encode a chunk in bands of rows, within one row of cells each."""
-    nbytes, cell_rows = tensor.cell_nbytes, tensor.cell[0]
-    size, cell_row_nbytes = nbytes + CHECKSUM_NBYTES, nbytes // cell_rows
-    count, beside = math.prod(counts), math.prod(counts[1:])
-    least_rows = ceil_div(_PART_NBYTES, cell_row_nbytes)
-    band_rows = min(cell_rows, max(_BAND_NBYTES // (beside * cell_row_nbytes), least_rows))
+    nbytes, count = tensor.cell_nbytes, math.prod(counts)
+    size = nbytes + CHECKSUM_NBYTES
     encoded = memory.reshape(-1, size)
     checksums, content = [0] * count, 0
-    for first in range(0, counts[0] * beside, beside):
-        cells = encoded[first : first + beside]
-        for begin in range(0, cell_rows, band_rows):
-            end = min(begin + band_rows, cell_rows)
-            row = first // beside * cell_rows
-            band = values[row + begin : row + end]
-            if with_content:
-                content = crc32c.crc32c(np.ascontiguousarray(band).data, content)
-            parts = cells[:, begin * cell_row_nbytes : end * cell_row_nbytes]
-            in_order = _cells_first(band, counts[1:], tensor.cell[1:])
-            parts.reshape(in_order.shape)[...] = in_order
-            for number, part in enumerate(parts, first):
-                checksums[number] = crc32c.crc32c(part.data, checksums[number])
+    for band in _bands(values, counts, tensor.cell, encoded[:, :nbytes], 0):
+        if with_content:
+            content = crc32c.crc32c(np.ascontiguousarray(band.values).data, content)
+        in_order = _cells_first(band.values, band.counts, band.cell)
+        # A view: only axes are split.
+        band.into.reshape(in_order.shape)[...] = in_order
+        for number, part in enumerate(band.into, band.first):
+            checksums[number] = crc32c.crc32c(part.data, checksums[number])
     encoded[:, nbytes:] = np.array(checksums, "<u4").view(np.uint8).reshape(-1, CHECKSUM_NBYTES)
     return EncodedCells(encoded.reshape(-1).data, tuple(checksums), (size,) * count, content)
 
 
-def _cells_first(band: Bytes, counts: Sequence[int], cell: Sequence[int]) -> Bytes:
-    """Return rows of a chunk, all of one row of cells, as a view with the axes of cells first.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Band:
+    """A part of a chunk that is read at once: some cells, or the same rows of some cells.
+
+    Attributes:
+        values: its elements; the last axis is one element's bytes.
+        counts: how many cells it has parts of along each axis.
+        cell: the shape of these parts.
+        into: the encoded parts, a row for each.
+        first: the number of the first of these cells within the chunk.
+    """
+
+    values: Bytes
+    counts: Sequence[int]
+    cell: Sequence[int]
+    into: Bytes
+    first: int
+
+
+def _bands(
+    values: Bytes, counts: Sequence[int], cell: Sequence[int], into: Bytes, first: int
+) -> Iterator[_Band]:
+    """Yield a chunk's bands in C order, of about `_BAND_NBYTES` each.
+
+    One is larger where a cell has several elements along the first axis that cells have any of, and
+    one element along it has more bytes.
 
     Args:
-        band: the rows; its last axis is one element's bytes.
-        counts: how many cells there are along each axis after the rows'.
-        cell: their extents along these.
+        values: the elements, of whole cells.
+        counts: how many cells there are along each axis.
+        cell: their shape.
+        into: the encoded cells, a row for each.
+        first: the number of the first cell.
+    """
+    if not values.size:
+        return
+    rows, beside = cell[0], math.prod(counts[1:])
+    row_nbytes = values[0].nbytes
+    if rows * row_nbytes <= _BAND_NBYTES:
+        step = _BAND_NBYTES // (rows * row_nbytes)
+        for begin in range(0, counts[0], step):
+            end = min(begin + step, counts[0])
+            yield _Band(
+                values[begin * rows : end * rows],
+                (end - begin, *counts[1:]),
+                cell,
+                into[begin * beside : end * beside],
+                first + begin * beside,
+            )
+        return
+    for place in range(counts[0]):
+        cells = into[place * beside : (place + 1) * beside]
+        number = first + place * beside
+        if rows == 1 and len(cell) > 1:
+            # Such as one of a stack of matrices.
+            yield from _bands(values[place], counts[1:], cell[1:], cells, number)
+            continue
+        step = max(1, _BAND_NBYTES // row_nbytes)
+        nbytes = cells.shape[1] // rows
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            yield _Band(
+                values[place * rows + begin : place * rows + end],
+                (1, *counts[1:]),
+                (end - begin, *cell[1:]),
+                cells[:, begin * nbytes : end * nbytes],
+                number,
+            )
+
+
+def _cells_first(values: Bytes, counts: Sequence[int], cell: Sequence[int]) -> Bytes:
+    """Return elements as a view with the axes of cells before those within a cell.
+
+    Args:
+        values: the elements; the last axis is one element's bytes.
+        counts: how many cells there are along each axis.
+        cell: their shape.
     """
     rank = len(counts)
     # Splitting an axis never needs a copy.
-    after_rows = itertools.chain(*zip(counts, cell, strict=True))
-    split = band.reshape(band.shape[0], *after_rows, band.shape[-1])
-    of_cells, within = range(1, 2 * rank + 1, 2), range(2, 2 * rank + 1, 2)
-    return split.transpose(*of_cells, 0, *within, 2 * rank + 1)
+    split = values.reshape(*itertools.chain(*zip(counts, cell, strict=True)), values.shape[-1])
+    return split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
 
 
 def _compressed(

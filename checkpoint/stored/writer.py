@@ -106,9 +106,9 @@ class ContentSum:
         self._adding = threading.Lock()
         self.total = 0
 
-    def add(self, chunk: Chunk, crc32c: int) -> None:
-        """Add a chunk whose elements have this checksum."""
-        hashed = chunk_hash(chunk.key, chunk.place, crc32c)
+    def add(self, chunk: Chunk, checksum: int) -> None:
+        """Add a chunk whose elements have this CRC-32C."""
+        hashed = chunk_hash(chunk.key, chunk.place, checksum)
         with self._adding:
             self.total = sum_of((self.total, hashed))
 

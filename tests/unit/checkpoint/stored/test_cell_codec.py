@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import crc32c
 import numpy as np
@@ -29,7 +30,10 @@ from keepstep.checkpoint.stored.chunking import StoredTensor
         ((7, 3, 2), (2, 3, 2)),
         ((8, 9), (4, 3)),
         ((8, 6, 4), (4, 3, 2)),
+        ((4, 8, 6), (1, 4, 3)),
+        ((4, 8, 6), (2, 4, 3)),
         ((0, 3), (2, 3)),
+        ((3, 0), (3, 1)),
     ],
 )
 def test_each_cell_is_padded_and_followed_by_its_checksum(
@@ -66,9 +70,47 @@ def test_each_cell_is_padded_and_followed_by_its_checksum(
 
 
 def narrow_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have chunks encoded row by row, but for two rows at a time where a row has four bytes."""
-    monkeypatch.setattr(cell_codec, "_BAND_NBYTES", 1)
-    monkeypatch.setattr(cell_codec, "_PART_NBYTES", 8)
+    """Have chunks encoded in bands of two floats, or row by row where a row has more."""
+    monkeypatch.setattr(cell_codec, "_BAND_NBYTES", 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cell", "bands"),
+    [
+        ((2**18,), (2**13,), 1),
+        ((2**20,), (2**13,), 4),
+        ((1024, 1024), (256, 128), 4),
+        ((2048, 4096), (512, 128), 32),
+        # Stacked matrices: of cells that have one of them, each is encoded on its own.
+        ((2, 1024, 1024), (1, 256, 256), 8),
+        ((2, 1, 1024, 1024), (1, 1, 256, 256), 8),
+        # An odd extent has one cell of the whole chunk.
+        ((3, 524289), (3, 524289), 3),
+    ],
+)
+def test_chunk_is_encoded_in_bands_of_a_mebibyte_where_its_cells_allow_it(
+    shape: tuple[int, ...], cell: tuple[int, ...], bands: int
+) -> None:
+    counts = [extent // step for extent, step in zip(shape, cell, strict=True)]
+    values = np.empty((*shape, 4), np.uint8)
+    into = np.empty((math.prod(counts), math.prod(cell) * 4), np.uint8)
+    found = list(cell_codec._bands(values, counts, cell, into, 0))
+    assert len(found) == bands
+    assert sum(band.values.nbytes for band in found) == values.nbytes
+
+
+def test_content_is_what_was_given_and_not_what_was_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a digest of contents finds elements that were encoded in other places."""
+    tensor = StoredTensor(dtype="uint8", shape=(8, 8), chunk=(8, 8), cell=(4, 4), is_packed=False)
+    values = np.arange(64, dtype=np.uint8).reshape(8, 8, 1)
+    in_order = cell_codec._cells_first
+    monkeypatch.setattr(cell_codec, "_cells_first", lambda *taken: in_order(*taken)[..., ::-1, :])
+    memory = np.empty(encoded_nbytes(tensor, (8, 8)), np.uint8)
+    encoded = encode_cells(tensor, values, memory, with_content=True)
+    assert bytes(encoded.data[:4]) == bytes([3, 2, 1, 0])
+    assert encoded.content == crc32c.crc32c(values.data)
 
 
 @given(
@@ -107,7 +149,6 @@ def test_cells_and_content_are_those_of_the_chunk_whatever_the_bands(
     memory = np.empty(encoded_nbytes(tensor, shape), np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cell_codec, "_BAND_NBYTES", band)
-        patch.setattr(cell_codec, "_PART_NBYTES", 1)
         encoded = encode_cells(tensor, values, memory, with_content=True)
     assert encoded.content == crc32c.crc32c(np.ascontiguousarray(values).data)
     decoded = np.zeros((*(-(-n // step) * step for n, step in zip(shape, cell, strict=True)), 2))
