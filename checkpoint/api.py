@@ -190,7 +190,9 @@ def save(
     plan = agreed.plan
     read_box = boxes_reader(agreed)
     reports = report_parts(
-        lambda: write_part(storage, attempt, plan.own.plan, [0], read_box, name=rank()),
+        lambda content: write_part(
+            storage, attempt, plan.own.plan, [0], read_box, name=rank(), content=content
+        ),
         agreed.documents,
     )
 

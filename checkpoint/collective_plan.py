@@ -34,6 +34,7 @@ from keepstep.checkpoint.collective import (
 )
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.layout.documents import (
     PROVENANCE,
     document_digests,
@@ -67,7 +68,7 @@ from keepstep.checkpoint.stored.shared_plan import (
     planner_count,
     planner_rank,
 )
-from keepstep.checkpoint.stored.writer import ReadBox
+from keepstep.checkpoint.stored.writer import ContentSum, ReadBox
 
 log = logging.getLogger("keepstep")
 
@@ -265,23 +266,30 @@ def boxes_reader(agreed: AgreedSave) -> ReadBox:
 
 
 def report_parts(
-    write: Callable[[], StoredObject], documents: Mapping[str, Json]
+    write: Callable[[ContentSum], StoredObject], documents: Mapping[str, Json]
 ) -> Sequence[memoryview]:
     """Write all ranks' parts; return the reports of them on rank 0, in order of ranks.
 
     Args:
-        write: writes this rank's part. If it fails on one rank, all raise.
+        write: writes this rank's part, and adds up what it has. If it fails on one rank, all raise.
         documents: `AgreedSave.documents`.
     """
-    reports = _exchange_json(lambda: {0: [write().to_json(), documents]})
+
+    def report() -> dict[int, Json]:
+        content = ContentSum()
+        return {0: [write(content).to_json(), documents, content.total]}
+
+    reports = _exchange_json(report)
     return [reports[holder] for holder in sorted(reports)]
 
 
 def merge_reports(reports: Iterable[memoryview]) -> tuple[list[StoredObject], dict[str, Json]]:
-    """Return the entries of all parts, and all ranks' documents merged."""
+    """Return the entries of all parts, and all ranks' documents merged, with the digest."""
     decoded = [_decode(report) for report in reports]
-    parts = [StoredObject.from_json(part) for part, _ in decoded]
-    return parts, merged_documents(documents for _, documents in decoded)
+    parts = [StoredObject.from_json(part) for part, *_ in decoded]
+    merged = merged_documents(documents for _, documents, _ in decoded)
+    total = sum_of(content for *_, content in decoded)
+    return parts, {**merged, DIGEST: digest_document(total)}
 
 
 def _plan(

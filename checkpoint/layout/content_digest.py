@@ -1,4 +1,4 @@
-"""Digest of the contents of a checkpoint, taken from the ranks' memory and compared later.
+"""Digest of the contents of a checkpoint, taken before they are encoded and compared later.
 
 Pure. The digest is the sum, modulo 2^64, of a hash of each chunk: its tensor, its place and the
 CRC-32C of its elements in C order. A sum depends on neither order nor ranks: each rank adds its

@@ -91,6 +91,12 @@ def master_of(document: Json, key: str) -> Master | None:
     return None if entry is None else Master(slot_key(key, entry["slot"]), entry["dtype"])
 
 
+def scale_of(document: Json, key: str) -> str | None:
+    """Return the key of a quantized tensor's scale from the document of scales; None without."""
+    entry = _entry_of(document, key)
+    return None if entry is None else str(entry["scale"])
+
+
 def part_table_of(document: Json, key: str) -> Json:
     """Return a tensor's part table from the document of parts; None if it is not there."""
     return _entry_of(document, key)

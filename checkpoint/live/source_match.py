@@ -17,11 +17,12 @@ from keepstep.checkpoint.layout.described import (
     is_wider,
     logical_shape_of,
     master_of,
+    scale_of,
     slot_key,
     stored_parameter,
     tie_of,
 )
-from keepstep.checkpoint.layout.documents import MASTERS, PADDING, TIED
+from keepstep.checkpoint.layout.documents import MASTERS, PADDING, SCALES, TIED
 from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX, parameter_of
 from keepstep.checkpoint.layout.source import Source, TensorSpec
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
@@ -77,6 +78,7 @@ class SourceMatcher:
         self._resize = resize
         self._live_padding: Json = state.documents.get(PADDING)
         self._live_masters: Json = state.documents.get(MASTERS)
+        self._live_scales: Json = state.documents.get(SCALES)
         self._live_names = {
             parameter_of(tensor.key).removeprefix(MODEL_PREFIX)
             for tensor in state.tensors
@@ -100,8 +102,31 @@ class SourceMatcher:
             if is_transposed and key.startswith(OPTIMIZER_PREFIX):
                 return self._transposed_slot(key, spec, tensor)
         key, spec = self._or_master(key, spec, tensor)
-        origin = Origin(key=key, spec=spec, is_transposed=is_transposed)
-        return self._fitted(origin, tensor)
+        origin = Origin(
+            key=key,
+            spec=spec,
+            is_transposed=is_transposed,
+            contradiction=self._scaled(key, spec, tensor),
+        )
+        return origin if origin.contradiction is not None else self._fitted(origin, tensor)
+
+    def _scaled(self, key: str, spec: TensorSpec, tensor: LiveTensor) -> str | None:
+        """Return why a tensor of another data type is not converted: its elements have scales."""
+        if spec.dtype == tensor.dtype:
+            return None
+        scale = scale_of(self._source.documents.get(SCALES), key)
+        if scale is not None:
+            return (
+                f"is {spec.dtype} in the source, with scales in {scale}, and {tensor.dtype} in the "
+                "model; load it as it is stored, and multiply"
+            )
+        scale = scale_of(self._live_scales, tensor.key)
+        if scale is not None:
+            return (
+                f"is {tensor.dtype} in the model, with scales in {scale}, and {spec.dtype} in the "
+                "source; load it as it is stored, and quantize"
+            )
+        return None
 
     def _tie(self, key: str) -> Tie | None:
         """Return the tensor that one that the source lacks is another name of; None without."""

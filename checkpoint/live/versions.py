@@ -1,8 +1,8 @@
 """Notices writes to tensors while they are copied, by their version counters.
 
-Every write through PyTorch increments the counter of the tensor that is written. Writes through
-`.data`, and writes of fused kernels of unknown optimizers, do not, and are not noticed; memory that
-is no longer the tensor's (`p.data = ...`) is.
+Most writes through PyTorch increment the counter of the tensor that is written. Writes through
+`.data`, of fused optimizers, and of `torch._foreach_*` functions to DTensors do not, and are not
+noticed; memory that is no longer the tensor's (`p.data = ...`) is.
 """
 
 from __future__ import annotations

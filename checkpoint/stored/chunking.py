@@ -382,10 +382,7 @@ def chunk_shape(
         wanted = max(1, int(chunk[axis] / excess))
         if is_split[axis]:
             # A divisor keeps chunk edges on shard edges; if none fits, the next dimension is cut.
-            divisors = (
-                n for n in range(wanted, wanted // _MOST_PIECES, -1) if chunk[axis] % n == 0
-            )
-            chunk[axis] = next(divisors, chunk[axis])
+            chunk[axis] = _divisor(chunk[axis], wanted) or chunk[axis]
         else:
             pieces = ceil_div(extent, wanted)
             power_of_two = 1 << (pieces - 1).bit_length()
@@ -406,6 +403,18 @@ def chunk_shape(
         if cells * _CELLS_PER_CHUNK <= chunk[0]:
             chunk[0] = round_up(chunk[0], cells)
     return tuple(chunk)
+
+
+def _divisor(extent: int, wanted: int) -> int | None:
+    """Return the greatest divisor up to `wanted`; None if that is a fourth of it or less."""
+    # Pieces are few where the extent's divisors may be any of millions.
+    for pieces in itertools.count(ceil_div(extent, wanted)):
+        divisor = extent // pieces
+        if divisor <= wanted // _MOST_PIECES:
+            return None
+        if extent % pieces == 0:
+            return divisor
+    raise AssertionError("pieces become as many as elements")
 
 
 def _grow(chunk: list[int], shape: Sequence[int], itemsize: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from keepstep import checkpoint
-from keepstep.checkpoint import Descriptions
+from keepstep.checkpoint import Descriptions, Scale
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
@@ -189,6 +189,29 @@ def test_a_parameter_of_the_stored_type_or_a_third_one_does_not_take_the_master(
         checkpoint.load(url, {"model": wider})
     checkpoint.load(url, {"model": wider}, convert=True)
     assert torch.equal(wider["embed"].weight, weight.double())
+
+
+def test_quantized_tensor_is_not_converted_without_its_scales() -> None:
+    """Its elements alone are other numbers: 448 where the weight has 4."""
+    scales = {"model/fc.weight": Scale("model/fc.scale", block_shape=(2, 2), dtype="bfloat16")}
+    weight = torch.tensor([[448.0, 1.0], [2.0, 4.0]])
+    quantized = {
+        "model/fc.weight": weight.to(torch.float8_e4m3fn),
+        "model/fc.scale": torch.tensor([0.01]),
+    }
+    plain = {"model/fc.weight": weight.bfloat16(), "model/fc.scale": torch.tensor([1.0])}
+    described = Descriptions(scales=scales)
+    url = new_url()
+    checkpoint.save(url, quantized, step=1, descriptions=described)
+    with pytest.raises(LayoutMismatch, match=r"with scales in model/fc.scale, and bfloat16 in the"):
+        checkpoint.load(url, plain, convert=True)
+    checkpoint.load(url, quantized)
+    checkpoint.save(url, plain, step=2)
+    with pytest.raises(LayoutMismatch, match=r"in the model, with scales in model/fc.scale"):
+        checkpoint.load(url, quantized, convert=True, descriptions=described)
+    wider = {"model/fc.scale": torch.zeros(1, dtype=torch.float64)}
+    checkpoint.load(url, wider, strict=False, convert=True)
+    assert wider["model/fc.scale"].item() == 1.0
 
 
 def test_other_names_of_master_slots_are_told() -> None:

@@ -20,6 +20,7 @@ from keepstep.checkpoint.stored.chunking import (
     Cell,
     Piece,
     StoredTensor,
+    _divisor,
     cell_shape,
     cells_over,
     chunk_shape,
@@ -288,6 +289,29 @@ def test_chunks_of_large_shards_end_on_shard_edges(shape: tuple[int, int], ranks
 
 
 PRIME = 1_500_000_001
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_divisor_is_the_greatest_that_is_wanted(extent: int, wanted: int) -> None:
+    wanted = min(extent, wanted)
+    divisors = (n for n in range(wanted, wanted // 4, -1) if extent % n == 0)
+    assert _divisor(extent, wanted) == next(divisors, None)
+
+
+class CountedExtent(int):
+    """An extent that counts how many divisors are tried."""
+
+    tries = 0
+
+    def __mod__(self, other: int) -> int:
+        type(self).tries += 1
+        return int(self) % other
+
+
+def test_few_divisors_of_a_large_extent_are_tried() -> None:
+    """All ranks wait for it: for a thousand million elements millions were."""
+    assert _divisor(CountedExtent(1_000_000_007), 2**24) is None
+    assert 0 < CountedExtent.tries < 300
 
 
 @pytest.mark.parametrize("shape", [(PRIME * 2,), (PRIME * 2, 1), (2, PRIME * 2), (PRIME * 2, 2, 2)])
