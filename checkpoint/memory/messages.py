@@ -379,11 +379,15 @@ class PersistTask:
 
 @dataclass(frozen=True, slots=True)
 class PartListing:
-    """The stored object that lists one node's part: name, size in bytes, CRC-32C (FORMAT.md)."""
+    """The stored object that lists one node's part: name, size in bytes, CRC-32C (FORMAT.md).
+
+    `content` is the sum of the hashes of the part's chunks, for the digest.
+    """
 
     name: str
     nbytes: Count
     crc32c: Count
+    content: Count
 
 
 class OpenGeneration(Message, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.memory.arena import Bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import (
@@ -40,7 +41,7 @@ from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.transfer_memory import TransferPool
-from keepstep.checkpoint.stored.writer import publish, write_part
+from keepstep.checkpoint.stored.writer import ContentSum, publish, write_part
 from keepstep.transport import Identity
 
 
@@ -149,6 +150,7 @@ class Persistence:
                     stop.wait(wait_s)
                 return data
 
+            content = ContentSum()
             written = write_part(
                 open_storage(task.url),
                 _attempt_of(task),
@@ -158,8 +160,9 @@ class Persistence:
                 name=part,
                 stop=stop.is_set,
                 memory=self._write_memory,
+                content=content,
             )
-            listing = PartListing(written.name, written.nbytes, written.crc32c)
+            listing = PartListing(written.name, written.nbytes, written.crc32c, content.total)
             event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)
         except CheckpointExists as error:
             if _is_stored_by_this_run(task):
@@ -179,13 +182,14 @@ class Persistence:
         event: ServerEvent
         try:
             content = self._plan_exchange.content(task, self._is_closing.is_set)
+            total = sum_of(part.content for part in listings)
             publish(
                 open_storage(task.url),
                 _attempt_of(task),
                 [StoredObject(part.name, part.nbytes, part.crc32c) for part in listings],
                 content.tensors,
                 content.chunk_parts,
-                content.documents,
+                {**content.documents, DIGEST: digest_document(total)},
             )
             event = Published(snapshot=snapshot)
         except CheckpointExists as error:

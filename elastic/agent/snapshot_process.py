@@ -430,7 +430,7 @@ def stored_part(event: Persisted | AlreadyStored | PersistFailed) -> dict[str, A
         case AlreadyStored():
             return {"stored": True}
         case Persisted(listing=listing):
-            return {"entry": [listing.name, listing.nbytes, listing.crc32c]}
+            return {"entry": [listing.name, listing.nbytes, listing.crc32c, listing.content]}
 
 
 def _group_seen_from(

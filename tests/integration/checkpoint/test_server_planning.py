@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from keepstep import checkpoint
+from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor
@@ -123,6 +124,7 @@ def check_stored(url: Path, step: int) -> None:
     assert checkpoint.load(str(url), {"model": model}) == step
     for key, whole in WHOLE.items():
         assert torch.equal(model[key.removeprefix("model/")], whole)
+    assert check_content(source)
     assert source.documents["values"] == {"epoch": step}
     assert [source.documents[f"rank/{rank}/note"] for rank in range(RANKS)] == list(range(RANKS))
 

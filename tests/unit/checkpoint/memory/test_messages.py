@@ -136,14 +136,16 @@ COMMANDS: list[AgentCommand] = [
     CommitSnapshot(snapshot=SnapshotId(4, -1)),
     PersistPart(task=TASK, part=1),
     EndPersist(attempt="9-1a"),
-    PublishManifest(task=TASK, listings=(PartListing("parts/0.json", 100, 7),)),
+    PublishManifest(task=TASK, listings=(PartListing("parts/0.json", 100, 7, 2**64 - 1),)),
     ReportHoldings(),
 ]
 EVENTS: list[ServerEvent] = [
     Serving(address="tcp:[::1]:9"),
     Protected(snapshot=SNAPSHOT, nbytes=2**40),
     RestoreChecked(snapshot=SNAPSHOT, nbytes=7, differing=("model/w",), is_wrong=True),
-    Persisted(snapshot=SNAPSHOT, attempt="9-1a", listing=PartListing("parts/0.json", 100, 7)),
+    Persisted(
+        snapshot=SNAPSHOT, attempt="9-1a", listing=PartListing("parts/0.json", 100, 7, 2**64 - 1)
+    ),
     AlreadyStored(snapshot=SNAPSHOT, attempt="9-1a"),
     PersistFailed(snapshot=SNAPSHOT, attempt="9-1a", reason="the disk is full"),
     Published(snapshot=SNAPSHOT),
