@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import numpy as np
 import pytest
 import tensorstore
@@ -24,16 +25,19 @@ from keepstep.checkpoint.errors import (
     CheckpointError,
     CheckpointExists,
     CheckpointMissing,
+    CheckpointTooNew,
 )
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
 from keepstep.checkpoint.stored import cell_reads
 from keepstep.checkpoint.stored.chunking import plan_chunks
+from keepstep.checkpoint.stored.manifest import COMPRESSED_CELLS
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps, newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import write_part
 from tests.integration.checkpoint.tied import Tied, trained
 
@@ -370,13 +374,26 @@ def test_a_checkpoint_that_does_not_exist_is_missing(tmp_path: Path) -> None:
         checkpoint.load(str(tmp_path), {"x": torch.zeros(4)}, step=5)
 
 
-def test_fallback_does_not_skip_a_checkpoint_that_a_newer_release_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 99}, "has format 99"),
+        ({"required": ["a-feature"]}, "requires 'a-feature', which this keepstep does not know"),
+        ({"required": [COMPRESSED_CELLS, "a-feature"]}, "requires 'a-feature', which"),
+    ],
+    ids=["format", "feature", "feature beside a known one"],
+)
+def test_fallback_does_not_skip_a_checkpoint_that_a_newer_release_wrote(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     for step in (1, 2):
         checkpoint.save(str(tmp_path), {"x": torch.full((4,), float(step))}, step=step)
     manifest = tmp_path / StoredStep(2, 0).directory / "manifest.json"
-    manifest.write_text(json.dumps({"format": 99}))
+    content = {**json.loads(manifest.read_bytes()), **changes}
+    del content["crc32c"]
+    manifest.write_bytes(encode({**content, "crc32c": crc32c.crc32c(encode(content))}))
     state = {"x": torch.zeros(4)}
-    with pytest.raises(CheckpointError, match="has format 99"):
+    with pytest.raises(CheckpointTooNew, match=message):
         checkpoint.load(str(tmp_path), state, fallback=True)
     assert state["x"].tolist() == [0] * 4
     assert checkpoint.load(str(tmp_path), state, step=1) == 1
