@@ -211,13 +211,23 @@ def store(
     storage: DictStorage, layout: Layout, documents: Mapping[str, Json] | None = None
 ) -> ChunkPlan:
     """Save the state, with ranks that can read each other's memory."""
+    ranks = [[(t, box, t.values[box.slices]) for t, box in shards] for shards in layout]
+    return store_held(storage, ranks, documents)
+
+
+def store_held(
+    storage: DictStorage,
+    ranks: Sequence[Sequence[tuple[Tensor, Box, Bytes]]],
+    documents: Mapping[str, Json] | None = None,
+) -> ChunkPlan:
+    """Save what each rank holds in its boxes, whatever it is."""
     memories: list[Bytes] = []
     indexes: list[ShardIndex] = []
-    for shards in layout:
+    for shards in ranks:
         entries, memory = [], [np.zeros(0, np.uint8)]
         offset = 0
-        for tensor, box in shards:
-            data = np.ascontiguousarray(tensor.values[box.slices]).reshape(-1)
+        for tensor, box, elements in shards:
+            data = np.ascontiguousarray(elements).reshape(-1)
             entries.append(
                 Entry(
                     key=tensor.key,
@@ -246,7 +256,7 @@ def store(
     attempt = Attempt(StoredStep(1, 0), "a")
     parts = [
         write_part(storage, attempt, plan, [rank], read_box, name=rank)
-        for rank in range(len(layout))
+        for rank in range(len(ranks))
     ]
     publish(storage, attempt, parts, plan.tensors, plan.chunk_parts(), documents or {})
     return plan
