@@ -22,7 +22,7 @@ from keepstep.checkpoint.stored.pruning import GRACE_S, Note
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
-from tests.unit.checkpoint.stored.older_formats import put_format
+from tests.unit.checkpoint.stored.stored_formats import put_format
 
 NOW_S = 1.7e9
 STEP = StoredStep(30, 2)
