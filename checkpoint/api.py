@@ -234,7 +234,8 @@ def load(
         step: the step to load; None for the newest. Another tool's checkpoint must have this step.
         strict: refuse a checkpoint whose names differ; otherwise fill what both have.
         convert: convert tensors that were saved in another data type. A parameter that has the data
-            type of its stored master takes the master's values, also without this.
+            type of its stored master takes the master's values, also without this. A quantized
+            tensor whose scales are described is converted only if the model describes them, too.
         fallback: if the checkpoint is damaged, log the reason and load the newest intact one.
             Without effect on other tools' checkpoints.
         resize: names of parameters that may be larger or smaller than in the checkpoint: the common

@@ -20,7 +20,7 @@ DIGEST = "saved/digest"
 OF_ONE_SAVE = frozenset({DIGEST, PROVENANCE})
 """Documents about how a state was saved: equal states may have others.
 
-The digest depends on the chunks, so on how many ranks saved, and only some saves take one.
+The digest depends on the chunks, so on how many ranks saved, and what DCP's writer saves has none.
 """
 
 _MODULUS = 2**64

@@ -8,8 +8,8 @@ complete, not when the caller waits for it.
 
 That only the optimizer writes is checked: a copy during which a tensor's version counter has
 changed is torn, and is not sealed; nor is a copy of memory that is no longer the tensor's
-(`p.data = ...`). Writes through `.data`, and writes of fused kernels of unknown optimizers, are not
-detected.
+(`p.data = ...`). Writes through `.data`, of fused kernels of unknown optimizers, and of
+`torch._foreach_*` to DTensors are not detected.
 
 A shard is self-describing: its index, as JSON, follows its tensors' bytes. So a seal is one small
 message for any number of tensors, and a shard's bytes are sufficient to read it.

@@ -102,29 +102,29 @@ class SourceMatcher:
             if is_transposed and key.startswith(OPTIMIZER_PREFIX):
                 return self._transposed_slot(key, spec, tensor)
         key, spec = self._or_master(key, spec, tensor)
-        origin = Origin(
-            key=key,
-            spec=spec,
-            is_transposed=is_transposed,
-            contradiction=self._scaled(key, spec, tensor),
-        )
-        return origin if origin.contradiction is not None else self._fitted(origin, tensor)
+        origin = self._fitted(Origin(key=key, spec=spec, is_transposed=is_transposed), tensor)
+        if origin.common is None or origin.contradiction is not None:
+            return origin
+        return replace(origin, contradiction=self._scaled(origin, tensor))
 
-    def _scaled(self, key: str, spec: TensorSpec, tensor: LiveTensor) -> str | None:
-        """Return why a tensor of another data type is not converted: its elements have scales."""
-        if spec.dtype == tensor.dtype:
+    def _scaled(self, origin: Origin, tensor: LiveTensor) -> str | None:
+        """Return why a tensor of another data type is not converted: its elements have scales.
+
+        If they have in the source and in the model, they mean the same in both.
+        """
+        if origin.spec.dtype == tensor.dtype:
             return None
-        scale = scale_of(self._source.documents.get(SCALES), key)
-        if scale is not None:
+        stored = scale_of(self._source.documents.get(SCALES), origin.key)
+        live = scale_of(self._live_scales, tensor.key)
+        if stored is not None and live is None:
             return (
-                f"is {spec.dtype} in the source, with scales in {scale}, and {tensor.dtype} in the "
-                "model; load it as it is stored, and multiply"
+                f"is {origin.spec.dtype} in the source, with scales in {stored}, and "
+                f"{tensor.dtype} in the model; load it as it is stored, and multiply"
             )
-        scale = scale_of(self._live_scales, tensor.key)
-        if scale is not None:
+        if live is not None and stored is None:
             return (
-                f"is {tensor.dtype} in the model, with scales in {scale}, and {spec.dtype} in the "
-                "source; load it as it is stored, and quantize"
+                f"is {tensor.dtype} in the model, with scales in {live}, and {origin.spec.dtype} "
+                "in the source; load it as it is stored, and quantize"
             )
         return None
 

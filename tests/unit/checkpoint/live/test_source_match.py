@@ -205,13 +205,18 @@ def test_quantized_tensor_is_not_converted_without_its_scales() -> None:
     checkpoint.save(url, quantized, step=1, descriptions=described)
     with pytest.raises(LayoutMismatch, match=r"with scales in model/fc.scale, and bfloat16 in the"):
         checkpoint.load(url, plain, convert=True)
+    with pytest.raises(LayoutMismatch, match=r"the model expects bfloat16 \(3, 2\)"):
+        checkpoint.load(url, {**plain, "model/fc.weight": torch.ones(3, 2).bfloat16()})
     checkpoint.load(url, quantized)
+    # The model has its scales beside it, too.
+    checkpoint.load(url, plain, convert=True, descriptions=described)
+    assert plain["model/fc.scale"].item() == pytest.approx(0.01)
     checkpoint.save(url, plain, step=2)
     with pytest.raises(LayoutMismatch, match=r"in the model, with scales in model/fc.scale"):
         checkpoint.load(url, quantized, convert=True, descriptions=described)
     wider = {"model/fc.scale": torch.zeros(1, dtype=torch.float64)}
     checkpoint.load(url, wider, strict=False, convert=True)
-    assert wider["model/fc.scale"].item() == 1.0
+    assert wider["model/fc.scale"].item() == pytest.approx(0.01)
 
 
 def test_other_names_of_master_slots_are_told() -> None:
