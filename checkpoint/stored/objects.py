@@ -1,4 +1,4 @@
-"""Checkpoints in object stores, by TensorStore's drivers.
+"""Checkpoints in object stores, by TensorStore's drivers; in S3 directories are found without it.
 
 It relies on this: an acknowledged PUT is complete and durable.
 """
@@ -16,7 +16,9 @@ from typing import Any
 import tensorstore
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.stored import s3_listing
 from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
+from keepstep.checkpoint.stored.s3_listing import S3Location
 
 # About 20 seconds in all. The default of 32 retries would make a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
@@ -53,11 +55,18 @@ class ObjectStorage:
 
     A request without an answer for `request_timeout_s` seconds, longer if it carries many bytes, is
     sent again; the first answer counts.
+
+    Attributes:
+        url: the URL.
+        store: TensorStore's key-value store.
+        request_timeout_s: see above.
+        s3: where the objects are in S3; None in other stores.
     """
 
     url: str
     store: Any
     request_timeout_s: float = _REQUEST_TIMEOUT_S
+    s3: S3Location | None = None
 
     def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
@@ -181,6 +190,11 @@ class ObjectStorage:
 
     def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         """See `Storage.directories_with`."""
+        if self.s3 is not None:
+            try:
+                return s3_listing.directories_with(self.s3, leaf, after, self.request_timeout_s)
+            except (ValueError, OSError) as error:
+                raise self._translate_error("list", error) from error
         # Objects of a directory sort before what has its name and a character after "/".
         keys = tensorstore.KvStore.KeyRange(f"{after}0" if after else "", "")
         listed = self._request("list", lambda: self.store.list(keys), _MANY_NBYTES)
@@ -263,16 +277,24 @@ def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:
         CheckpointError: the store cannot be opened.
     """
     context = _MEMORY
+    s3 = None
     if specification["driver"] == "s3":
+        s3 = S3Location(
+            specification["bucket"],
+            specification["path"],
+            specification.get("endpoint"),
+            specification.get("aws_region"),
+        )
         context = tensorstore.Context({"s3_request_retries": _RETRIES})
     if specification["driver"] == "gcs":
         context = tensorstore.Context({"gcs_request_retries": _RETRIES})
     try:
-        return ObjectStorage(url, tensorstore.KvStore.open(specification, context=context).result())
+        store = tensorstore.KvStore.open(specification, context=context).result()
     except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{url}: cannot be opened: {_reason(error)}; check the URL"
         ) from error
+    return ObjectStorage(url, store, s3=s3)
 
 
 def _probes(last: int, beyond: int) -> list[int]:

@@ -17,8 +17,7 @@ def newest(url: str) -> StoredStep | None:
     """Return the newest committed checkpoint at a URL, or None if there is none.
 
     Its cost does not grow with what else is stored there, as that of `list_steps` does: writers
-    note what they have committed, and only what comes after it is listed. (On S3 all is, for
-    TensorStore sends it no name to begin after.)
+    note what they have committed, and only what comes after it is listed.
     """
     return newest_in(open_storage(url))
 

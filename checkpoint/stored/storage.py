@@ -1,8 +1,8 @@
 """Interface of a storage: the operations on objects under a URL that checkpoints need.
 
 `keepstep.checkpoint.stored.files` implements it with files, `keepstep.checkpoint.stored.objects`
-with TensorStore's key-value stores (S3, Google Cloud Storage, and memory for tests). Both pass one
-suite of tests.
+with TensorStore's key-value stores (S3, Google Cloud Storage, and memory for tests), and in S3
+`keepstep.checkpoint.stored.s3_listing` finds directories. All pass one suite of tests.
 
 Invariants: an object is visible only when it is complete; `create` never replaces an object.
 """

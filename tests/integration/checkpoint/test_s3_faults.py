@@ -226,3 +226,26 @@ def test_storage_that_stays_unavailable_is_an_error_and_keeps_the_last_checkpoin
     filled = state(0.0)
     assert checkpoint.load(url, filled) == 1
     assert torch.equal(filled["large"], state(1.0)["large"])
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "reset before", "reply lost", "cut"])
+def test_directories_are_listed_if_every_third_request_fails(s3: str, kind: str) -> None:
+    storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
+    for name in "abcd":
+        storage.write(f"{name}/leaf", [b"x"])
+    Proxy.faults.set(kind, every=3)
+    assert storage.directories_with("leaf") == ["a", "b", "c", "d"]
+    assert Proxy.faults.injected >= 1
+
+
+def test_a_listing_without_an_answer_is_repeated_and_finally_fails(s3: str) -> None:
+    storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
+    assert isinstance(storage, ObjectStorage)
+    storage = replace(storage, request_timeout_s=0.5)
+    storage.write("a/leaf", [b"x"])
+    Proxy.faults.set("stall", limit=1)
+    assert storage.directories_with("leaf") == ["a"]
+    Proxy.faults.set("stall")
+    with pytest.raises(CheckpointError, match=r"could not list: Read timeout .*; check bucket"):
+        storage.directories_with("leaf")
+    assert Proxy.faults.injected == 5

@@ -1,0 +1,301 @@
+"""Claims about how directories are found in S3: by few requests, whatever is stored there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+import trustme
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.stored import s3_listing
+from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, StoredStep
+from keepstep.checkpoint.stored.objects import ObjectStorage
+from keepstep.checkpoint.stored.s3_listing import S3Location, directories_with
+from keepstep.checkpoint.stored.steps import list_steps, newest
+from keepstep.checkpoint.stored.storage import open_storage
+from tests.patience import patient
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that the server got, and its answer."""
+
+    method: str
+    path: str
+    query: str
+    authorization: str
+    answer: str
+
+    @property
+    def is_listing(self) -> bool:
+        return self.query.startswith("list-type=2")
+
+    @property
+    def keys(self) -> list[str]:
+        """The last parts of objects' keys in the answer to a listing."""
+        return [key.rpartition("/")[2] for key in re.findall(r"<Key>([^<]*)</Key>", self.answer)]
+
+    @property
+    def directories(self) -> list[str]:
+        """The names of directories in the answer to a listing."""
+        prefixes = re.findall(r"<CommonPrefixes><Prefix>([^<]*)/</Prefix>", self.answer)
+        return [prefix.rpartition("/")[2] for prefix in prefixes]
+
+
+class Recorder:
+    """The application of moto's server; it keeps the requests. May ignore StartAfter."""
+
+    def __init__(self) -> None:
+        self.application = DomainDispatcherApplication(create_backend_app)
+        self.requests: list[Request] = []
+        self.ignores_start = False
+
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
+        if self.ignores_start:
+            environ["QUERY_STRING"] = re.sub("&?start-after=[^&]*", "", environ["QUERY_STRING"])
+        answer = b"".join(self.application(environ, start_response))
+        self.requests.append(
+            Request(
+                environ["REQUEST_METHOD"],
+                environ["PATH_INFO"],
+                environ["QUERY_STRING"],
+                environ.get("HTTP_AUTHORIZATION", ""),
+                answer.decode(errors="replace"),
+            )
+        )
+        return [answer]
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
+    with serve(recorder, None) as address:
+        yield address
+
+
+@contextmanager
+def serve(recorder: Recorder, context: ssl.SSLContext | None) -> Iterator[tuple[str, int]]:
+    server = make_server("127.0.0.1", 0, recorder, threaded=True, ssl_context=context)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield "127.0.0.1", server.port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_requests(recorder: Recorder) -> None:
+    recorder.requests.clear()
+    recorder.ignores_start = False
+
+
+def put(url: str, *names: str) -> None:
+    """Write empty objects by another client than that under test."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client = boto3.client("s3")
+    for name in names:
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=b"")
+
+
+def location(url: str) -> S3Location:
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return S3Location(bucket, f"{prefix}/", os.environ["AWS_ENDPOINT_URL"], "us-east-1")
+
+
+def test_the_newest_checkpoint_is_found_without_the_objects_of_older_ones(
+    s3: str, recorder: Recorder
+) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    for step in range(1, 31):
+        directory = StoredStep(step, 0).directory
+        put(url, f"{directory}/{MANIFEST}", *(f"{directory}/attempt-a/{n}" for n in range(49)))
+    open_storage(url).write(NEWEST, [b'{"directory": "step-00000030-000000"}'])
+    recorder.requests.clear()
+
+    assert newest(url) == StoredStep(30, 0)
+
+    (listing,) = (request for request in recorder.requests if request.is_listing)
+    assert listing.keys == []
+    # Keys of the noted checkpoint come after its name, and are one directory.
+    assert listing.directories == [StoredStep(30, 0).directory]
+    # Beside it, the note and the manifest that it names are read.
+    assert len(recorder.requests) == 3
+
+    recorder.requests.clear()
+    assert [stored.step for stored in list_steps(url)] == [*range(30, 0, -1)]
+    (listing,) = (request for request in recorder.requests if request.is_listing)
+    assert listing.keys == [NEWEST]
+
+
+def test_a_service_that_ignores_where_to_begin_returns_no_older_directories(
+    s3: str, recorder: Recorder
+) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    put(url, "a/leaf", "b/leaf", "c/leaf")
+    recorder.ignores_start = True
+    recorder.requests.clear()
+    assert open_storage(url).directories_with("leaf", after="b") == ["c"]
+    assert recorder.requests[0].directories == ["a", "b", "c"]
+
+
+def test_later_checkpoints_than_the_noted_one_are_found(s3: str, recorder: Recorder) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    put(url, *(f"{StoredStep(step, 0).directory}/{MANIFEST}" for step in (1, 2, 3, 4)))
+    put(url, f"{StoredStep(5, 0).directory}/attempt-a/x")
+    open_storage(url).write(NEWEST, [b'{"directory": "step-00000002-000000"}'])
+    recorder.requests.clear()
+    assert newest(url) == StoredStep(4, 0)
+    assert {request.path.split("/")[3] for request in recorder.requests if not request.answer} == {
+        StoredStep(step, 0).directory for step in (3, 4, 5)
+    }
+    assert [stored.step for stored in list_steps(url)] == [4, 3, 2, 1]
+
+
+def test_more_directories_than_an_answer_holds_are_all_found(s3: str, recorder: Recorder) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    names = [f"d{number:03}" for number in range(45)]
+    put(url, *(f"{name}/leaf" for name in names[::2]), *(f"{name}/other" for name in names[1::2]))
+    recorder.requests.clear()
+    assert directories_with(location(url), "leaf", "", 60.0, page_size=10) == names[::2]
+    assert sum(request.is_listing for request in recorder.requests) == 5
+    assert directories_with(location(url), "leaf", "d021", 60.0, page_size=10) == names[22::2]
+
+
+def test_names_that_a_url_must_escape_are_found(s3: str) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}/a%20b c+ü"
+    storage = open_storage(url)
+    storage.write("ü +%20/leaf", [b"x"])
+    storage.write("b/leaf/deeper", [b"x"])
+    assert storage.directories_with("leaf") == ["ü +%20"]
+    assert storage.directories_with("leaf", after="é") == ["ü +%20"]
+
+
+def test_directories_at_the_root_of_a_bucket_are_found(s3: str) -> None:
+    bucket = uuid.uuid4().hex
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    storage = open_storage(f"s3://{bucket}")
+    storage.write("a/leaf", [b"x"])
+    storage.write("b/leaf", [b"x"])
+    assert storage.directories_with("leaf") == ["a", "b"]
+    assert storage.directories_with("leaf", after="a") == ["b"]
+
+
+def test_a_listing_without_credentials_is_anonymous(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    boto3.client("s3").put_object(Bucket=bucket, Key=f"{prefix}/a/leaf", ACL="public-read")
+    monkeypatch.setenv("HOME", os.fspath(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert open_storage(url).directories_with("leaf") == ["a"]
+
+
+def test_a_listing_ignores_the_configuration_of_fsspec(
+    s3: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    put(url, "a/leaf")
+    elsewhere = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s", "token": "t"}
+    monkeypatch.setitem(fsspec.config.conf, "s3", elsewhere)
+    assert open_storage(url).directories_with("leaf") == ["a"]
+    assert all("Credential=test/" in request.authorization for request in recorder.requests)
+
+
+def test_a_listing_ignores_the_endpoint_in_files_of_aws_tools(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:9\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.fspath(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+
+    async def endpoint() -> str:
+        at_aws = S3Location("bucket", "", None, "eu-west-1")
+        async with s3_listing._open_client(at_aws, 60.0, anonymous=False) as client:
+            return str(client.meta.endpoint_url)
+
+    assert asyncio.run(endpoint()) == "https://s3.eu-west-1.amazonaws.com"
+
+
+def test_a_listing_trusts_the_authorities_that_tensorstore_trusts(
+    s3: str, recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
+    put(url, "a/leaf")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(os.fspath(tmp_path / "ca.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    monkeypatch.setenv("TENSORSTORE_CA_BUNDLE", os.fspath(tmp_path / "ca.pem"))
+    with serve(recorder, context) as (host, port):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://{host}:{port}")
+        assert directories_with(location(url), "leaf", "", 60.0) == ["a"]
+
+
+def test_a_missing_bucket_is_an_error(s3: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"s3://no-such-bucket/x: could not list: .*bucket.*; check bucket"
+    ) as caught:
+        open_storage("s3://no-such-bucket/x").directories_with("leaf")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_an_endpoint_that_nothing_answers_at_is_an_error_after_a_finite_time(
+    s3: str, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    storage = open_storage(f"{s3}/x")
+    assert isinstance(storage, ObjectStorage)
+    storage = replace(storage, s3=S3Location("bucket", "x/", endpoint, "us-east-1"))
+    began_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"could not list: .*127\.0\.0\.1:9.*; check bucket"):
+        storage.directories_with("leaf")
+    assert time.monotonic() - began_s < patient(40)
+
+
+def test_only_a_listing_in_s3_loads_s3fs(s3: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from keepstep.checkpoint.stored import objects
+from keepstep.checkpoint.stored.storage import open_storage
+for url in ({os.fspath(tmp_path)!r}, "memory://x"):
+    storage = open_storage(url)
+    storage.write("a/leaf", [b"x"])
+    assert storage.directories_with("leaf") == ["a"]
+storage = open_storage({f"{s3}/{uuid.uuid4().hex}"!r})
+storage.write("a/leaf", [b"x"])
+assert not {{"s3fs", "botocore", "fsspec"}} & set(sys.modules)
+assert storage.directories_with("leaf") == ["a"]
+assert "s3fs" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
