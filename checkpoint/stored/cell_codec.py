@@ -74,16 +74,15 @@ def encode_cells(
     padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
     is_one_cell = tuple(shape) == tensor.cell and values.nbytes <= _BAND_NBYTES
     is_in_bands = tensor.compression is None and not is_one_cell
-    content = 0
-    if with_content and not (is_in_bands and shape == padded_shape):
+    content, content_by_bands = 0, with_content and is_in_bands and shape == padded_shape
+    if with_content and not content_by_bands:
         content = crc32c.crc32c(np.ascontiguousarray(values).data)
     if shape != padded_shape:
         padded = np.zeros((*padded_shape, itemsize), np.uint8)
         padded[tuple(slice(0, extent) for extent in shape)] = values
         values = padded
     if is_in_bands:
-        takes_content = with_content and shape == padded_shape
-        encoded = _plain(tensor, counts, values, into, with_content=takes_content)
+        encoded = _plain(tensor, counts, values, into, with_content=content_by_bands)
     elif tensor.compression is None:
         encoded = _one_plain(values, into)
     else:
