@@ -39,7 +39,7 @@ from keepstep.transport.codec import Codec
 from keepstep.transport.frames import FrameOpener, FrameSealer
 from tests.fuzz.mutations import any_value, changed_content
 from tests.fuzz.samples import sample
-from tests.unit.monitor.telemetry.test_ring import IDENTITY, SMALL, operate
+from tests.unit.monitor.telemetry.ring.rings import IDENTITY, SMALL, operate
 from tests.unit.monitor.tree.test_summary import summary
 from tests.unit.transport.test_frames import opened, sealed
 
