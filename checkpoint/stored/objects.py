@@ -280,10 +280,11 @@ def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:
     s3 = None
     if specification["driver"] == "s3":
         s3 = S3Location(
-            specification["bucket"],
-            specification["path"],
-            specification.get("endpoint"),
-            specification.get("aws_region"),
+            bucket=specification["bucket"],
+            prefix=specification["path"],
+            endpoint=specification.get("endpoint"),
+            region=specification.get("aws_region"),
+            has_keys="aws_credentials" in specification,
         )
         context = tensorstore.Context({"s3_request_retries": _RETRIES})
     if specification["driver"] == "gcs":

@@ -5,18 +5,17 @@ begin after. Of a job with ten thousand ranks one checkpoint has a million objec
 requests. Here a request returns up to a thousand directories, those after a name alone.
 
 It relies on this: S3 returns names in the order of their bytes. It promises this: endpoint, region,
-credentials and trusted authorities are those of TensorStore's requests, and s3fs is loaded only
+credentials and trusted authorities are those of TensorStore's requests, and botocore is loaded only
 when a listing is made.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,11 @@ _PAGE_SIZE = 1000
 # Requests that find out whether objects exist, at a time.
 _PARALLEL_REQUESTS = 16
 
+# A configuration variable of botocore that neither files nor the environment set.
+_NOWHERE = (None, None, None, None)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class S3Location:
     """Where objects are in S3.
 
@@ -40,12 +42,14 @@ class S3Location:
         prefix: what the objects' keys begin with: empty, or with a slash at its end.
         endpoint: the URL of the service; None for that of AWS.
         region: the region; None for that of the bucket.
+        has_keys: whether the environment has the credentials; then no profile matters.
     """
 
     bucket: str
     prefix: str
     endpoint: str | None
     region: str | None
+    has_keys: bool
 
 
 def directories_with(
@@ -68,81 +72,65 @@ def directories_with(
         OSError: S3 refuses a request, or gives no answer.
         ValueError: the endpoint is no URL, or the bucket cannot have this name.
     """
-    # The caller's thread may run an event loop of its own. One that ends leaves neither threads nor
-    # connections to processes that are forked later.
-    with ThreadPoolExecutor(1, thread_name_prefix="keepstep-s3-listing") as thread:
-        return thread.submit(
-            lambda: asyncio.run(
-                _directories_with(location, leaf, after, request_timeout_s, page_size)
-            )
-        ).result()
-
-
-async def _directories_with(
-    location: S3Location, leaf: str, after: str, request_timeout_s: float, page_size: int
-) -> list[str]:
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-    async def find(anonymous: bool) -> list[str]:
-        async with _open_client(location, request_timeout_s, anonymous) as client:
-            directories = await _list(client, location, after, page_size)
-            return await _keep_with(client, location, directories, leaf)
+    def find(*, anonymous: bool) -> list[str]:
+        with _open_client(location, request_timeout_s, anonymous=anonymous) as client:
+            directories = _list(client, location, after, page_size)
+            with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
+                has_leaf = pool.map(
+                    lambda name: _exists(client, location, f"{name}/{leaf}"), directories
+                )
+                return [name for name, has in zip(directories, has_leaf, strict=True) if has]
 
     try:
         try:
-            return await find(anonymous=False)
+            return find(anonymous=False)
         except NoCredentialsError:
             # As TensorStore does: a public bucket needs none.
-            return await find(anonymous=True)
+            return find(anonymous=True)
     except (BotoCoreError, ClientError) as error:
         raise OSError(str(error)) from error
 
 
-@asynccontextmanager
-async def _open_client(
-    location: S3Location, request_timeout_s: float, anonymous: bool
-) -> AsyncIterator[Any]:
-    """Connect to S3 as TensorStore does, by a client of its own without caches."""
-    import s3fs
+@contextmanager
+def _open_client(
+    location: S3Location, request_timeout_s: float, *, anonymous: bool
+) -> Iterator[Any]:
+    """Connect to S3 as TensorStore does. The client may be used by several threads."""
+    import botocore.session
+    from botocore import UNSIGNED
+    from botocore.config import Config
 
-    config: dict[str, Any] = {
-        "connect_timeout": _CONNECT_TIMEOUT_S,
-        "read_timeout": request_timeout_s,
-        "retries": {"mode": "standard", "total_max_attempts": _ATTEMPTS},
-        "max_pool_connections": _PARALLEL_REQUESTS,
+    config = Config(
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        read_timeout=request_timeout_s,
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        max_pool_connections=_PARALLEL_REQUESTS,
         # TensorStore knows the environment's endpoint, not that of the files of AWS tools.
-        "ignore_configured_endpoint_urls": True,
-    }
-    if location.endpoint is not None:
+        ignore_configured_endpoint_urls=True,
         # TensorStore appends the bucket to an endpoint's path.
-        config["s3"] = {"addressing_style": "path"}
-    system = s3fs.S3FileSystem(
-        anon=anonymous,
-        asynchronous=True,
-        skip_instance_cache=True,
-        use_listings_cache=False,
-        endpoint_url=location.endpoint,
-        # Otherwise fsspec's own configuration would give them.
-        key=None,
-        secret=None,
-        token=None,
-        client_kwargs={
-            "region_name": location.region,
-            # TensorStore trusts the system's authorities, botocore those that it brings along.
-            "verify": os.environ.get("TENSORSTORE_CA_BUNDLE")
-            or ssl.get_default_verify_paths().cafile,
-        },
-        config_kwargs=config,
+        s3=None if location.endpoint is None else {"addressing_style": "path"},
+        signature_version=UNSIGNED if anonymous else None,
     )
-    # Requests go to the client itself: s3fs would repeat what botocore has repeated already.
-    client = await system.set_session()
+    session = botocore.session.Session(
+        session_vars={"profile": _NOWHERE} if location.has_keys else None
+    )
+    client = session.create_client(
+        "s3",
+        endpoint_url=location.endpoint,
+        region_name=location.region,
+        # TensorStore trusts the system's authorities, botocore those that it brings along.
+        verify=os.environ.get("TENSORSTORE_CA_BUNDLE") or ssl.get_default_verify_paths().cafile,
+        config=config,
+    )
     try:
         yield client
     finally:
-        await client.close()
+        client.close()
 
 
-async def _list(client: Any, location: S3Location, after: str, page_size: int) -> list[str]:
+def _list(client: Any, location: S3Location, after: str, page_size: int) -> list[str]:
     """Return the names of the top-level directories after a name."""
     arguments: dict[str, Any] = {
         "Bucket": location.bucket,
@@ -154,7 +142,7 @@ async def _list(client: Any, location: S3Location, after: str, page_size: int) -
         arguments["StartAfter"] = f"{location.prefix}{after}"
     directories: list[str] = []
     while True:
-        page = await client.list_objects_v2(**arguments)
+        page = client.list_objects_v2(**arguments)
         names = (
             common["Prefix"].removeprefix(location.prefix).removesuffix("/")
             for common in page.get("CommonPrefixes", ())
@@ -167,24 +155,13 @@ async def _list(client: Any, location: S3Location, after: str, page_size: int) -
         arguments["ContinuationToken"] = page["NextContinuationToken"]
 
 
-async def _keep_with(
-    client: Any, location: S3Location, directories: list[str], leaf: str
-) -> list[str]:
-    """Return those of the directories that have an object of this name."""
+def _exists(client: Any, location: S3Location, name: str) -> bool:
     from botocore.exceptions import ClientError
 
-    turns = asyncio.Semaphore(_PARALLEL_REQUESTS)
-
-    async def has_leaf(directory: str) -> bool:
-        key = f"{location.prefix}{directory}/{leaf}"
-        async with turns:
-            try:
-                await client.head_object(Bucket=location.bucket, Key=key)
-            except ClientError as error:
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
-                    return False
-                raise
-        return True
-
-    answers = await asyncio.gather(*map(has_leaf, directories))
-    return [name for name, is_there in zip(directories, answers, strict=True) if is_there]
+    try:
+        client.head_object(Bucket=location.bucket, Key=f"{location.prefix}{name}")
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+            return False
+        raise
+    return True
