@@ -31,6 +31,7 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from keepstep.elastic.errors import ProcessUnusable, UsageError
+from keepstep.elastic.trainer.default_group import list_ranks, unwrapped
 from keepstep.elastic.trainer.devices import DeviceType, bind
 from keepstep.elastic.trainer.mesh_rule import data_share, resolved
 from keepstep.elastic.trainer.retired_groups import RetiredGroups
@@ -144,11 +145,14 @@ class ProcessGroups:
                 device_id=device if is_cuda else None,
                 timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
             )
+            group = dist.group.WORLD
+            assert group is not None
+            list_ranks(group)
             device_mesh = self._mesh_of(place)
         finally:
             self._connections = _open_sockets() - sockets_before
         if is_cuda:
-            self._can_be_rebuilt = _is_rebuildable(dist.group.WORLD, device)
+            self._can_be_rebuilt = _is_rebuildable(group, device)
             _connect_all(device)
         data_rank, data_size = data_share(sizes, assignment.rank)
         return World(
@@ -284,18 +288,12 @@ def check_mesh_positions(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-def _is_rebuildable(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def _is_rebuildable(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's back end on a device is the one whose abort is known."""
-    assert group is not None
     if not dist.is_nccl_available():
         return False
     known = (distributed_c10d.ProcessGroupNCCL, dist.ProcessGroupGloo)
-    back_end = group._get_backend(device)
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-    wrapper = distributed_c10d._ProcessGroupWrapper  # type: ignore[attr-defined]
-    while isinstance(back_end, wrapper):
-        back_end = back_end.wrapped_pg
-    return isinstance(back_end, known)
+    return isinstance(unwrapped(group._get_backend(device)), known)
 
 
 def _connect_all(device: torch.device) -> None:

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import socket
+from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
@@ -64,6 +66,37 @@ def newcomer(connection: Connection, groups: ProcessGroups | None = None, rank: 
     connection.send(int(total))
     # gloo's threads may abort the process during the interpreter's exit.
     os._exit(0)
+
+
+def split_in_both_generations(connection: Connection) -> None:
+    groups, (store, port) = ProcessGroups("cpu"), serve()
+    for generation in (1, 2):
+        groups.enter(replace(assignment(generation, 0, port), world_size=1), {"dp": -1})
+        group = dist.group.WORLD
+        assert group is not None
+        # What a mesh of several dimensions does on GPUs.
+        child = group.split_group([0], timeout=timedelta(seconds=30), group_name=f"{generation}")
+        total = torch.tensor([generation])
+        child.allreduce([total]).wait()
+        connection.send(int(total))
+        del group, child
+        groups.leave()
+    del store
+    os._exit(0)
+
+
+def test_groups_of_a_process_that_has_had_others_before_can_be_split() -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=split_in_both_generations, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    try:
+        # PyTorch ends the process in the second one: `EOFError`.
+        assert [here.recv(), here.recv()] == [1, 2]
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_rank_that_failed_to_connect_reaches_a_new_peer_in_the_next_generation() -> None:
