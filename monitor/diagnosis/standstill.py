@@ -194,7 +194,7 @@ class Standstill:
         communicator = self.job.communicators.get(int(row["communicator"]))
         name = communicator.name if communicator else int(row["communicator"])
         kind = "message" if row["direction"] else "operation"
-        return f"{kind} {int(row['queued'])} of {name}", float(self.queued_s[place])
+        return f"{kind} {int(row['queued'])} of group {name}", float(self.queued_s[place])
 
     @cached_property
     def _oldest_queued_places(self) -> Mapping[int, int]:
@@ -257,7 +257,7 @@ class Standstill:
             )
         communicator = self.job.communicators.get(operation.communicator)
         name = communicator.name if communicator else operation.communicator
-        return f"operation {operation.number} of {name}"
+        return f"operation {operation.number} of group {name}"
 
     def moved_s(self, rank: int) -> float:
         """Return when a rank last made progress, by the job's clock."""

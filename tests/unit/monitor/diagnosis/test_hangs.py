@@ -614,7 +614,7 @@ def test_rank_whose_device_has_not_begun_what_it_called_is_the_late_one() -> Non
     (verdict,) = diagnose_at(traced, 12.0)
     assert summarize((verdict,)) == ["non-communication hang: rank 2 on b"]
     assert (
-        "has called operation 13 of world, and its device runs earlier work"
+        "has called operation 13 of group world, and its device runs earlier work"
         in (verdict.evidence[0])
     )
     assert "3 ranks wait for it" in verdict.evidence[1]
