@@ -32,6 +32,9 @@ the return of a save until it is durable takes `background_s`. `checksum_share` 
 time of a rank's checksums over that, `checksum_cpu_share` over the processor time of all writing:
 how much longer chunks take to be encoded with checksums than without.
 
+With `--device cuda` the state is on a GPU, in one process, and only this part is measured:
+`memcpy_s` copies into page-locked memory then. Checksums are not measured there.
+
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.
 """
@@ -100,13 +103,22 @@ Result = dict[str, Any]
 @click.option("--quick", is_flag=True, help="One repetition of a smaller state.")
 @click.option("--megabytes", type=int, help="Size of the state.")
 @click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="Where the state is; of a GPU's, saves in the background only are measured.",
+)
+@click.option(
     "--directory",
     type=click.Path(path_type=Path),
     help="Directory for the files; default: the system's directory for temporary files.",
 )
-def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | None) -> None:
+def main(
+    as_json: bool, quick: bool, megabytes: int | None, device: str, directory: Path | None
+) -> None:
     console = Console(stderr=as_json)
-    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    known = os.environ.get("PYTHONPATH", "")
+    os.environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), known]), "OMP_NUM_THREADS": "1"}
     FORK_SERVER.set_forkserver_preload([run.__module__])
     size = megabytes or (200 if quick else 800)
     workspace = Path(tempfile.mkdtemp(prefix="keepstep-bench-", dir=directory))
@@ -118,7 +130,8 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         background: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
         rates: list[float] = []
         order = random.Random(0)
-        for _ in range(repeats):
+        on_host = range(repeats if device == "cpu" else 0)
+        for _ in on_host:
             saves = saves_in_turn(workspace, size, order, console)
             rates += [turn[RAW]["nbytes"] / turn[RAW]["durable_s"] for turn in saves]
             for name in CONTENDERS:
@@ -129,21 +142,27 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
                 console.print(name, result)
         for _ in range(repeats):
             for name, results in background.items():
-                results.append(measure_in_background(name, workspace, size))
+                results.append(measure_in_background(name, workspace, size, device))
                 console.print("async", name, results[-1])
-        with s3_server() as client:
-            for _ in range(repeats):
-                for name, worker in ON_S3.items():
-                    remote[name].append(measure_s3(worker, workspace, max(50, size // 4), client))
-                    console.print("s3", name, remote[name][-1])
+        if on_host:
+            with s3_server() as client:
+                for _ in on_host:
+                    for name, worker in ON_S3.items():
+                        size_there = max(50, size // 4)
+                        remote[name].append(measure_s3(worker, workspace, size_there, client))
+                        console.print("s3", name, remote[name][-1])
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+    of_background = summary(background, BACKGROUND_COLUMNS)
+    console.print(of_background)
+    in_background = by_library(of_background)
+    if not on_host:
+        print(json.dumps({"async": in_background}))
+        return
     parts: dict[str, Result] = {
         "local": {"disk_bytes_per_s": round(statistics.median(rates)), **summary(runs)},
         "s3": summary(remote),
     }
-    of_background = summary(background, BACKGROUND_COLUMNS)
-    console.print(of_background)
     for part, rows in parts.items():
         table = Table(
             title=f"{part}: {size if part == 'local' else max(50, size // 4)} MB on 4 ranks"
@@ -154,13 +173,17 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
             if isinstance(row, dict):
                 table.add_row(contender, *(str(row.get(name)) for name in COLUMNS))
         console.print(table)
+    print(json.dumps({**parts, "async": in_background}))
+
+
+def by_library(of_background: Result) -> Result:
+    """Return what saves in the background took, by library."""
     forms = {name.removeprefix("dcp_"): of_background[name] for name in DCP_FORMS}
-    parts["async"] = {
+    return {
         "keepstep": of_background["keepstep"],
         "dcp": with_best(forms),
         "torch_checkpointing": of_background["torch_checkpointing"],
     }
-    print(json.dumps(parts))
 
 
 def with_best(forms: Result) -> Result:
@@ -256,12 +279,15 @@ def measure(name: str, workspace: Path, megabytes: int) -> Result:
         shutil.rmtree(two)
 
 
-def measure_in_background(name: str, workspace: Path, megabytes: int) -> Result:
+def measure_in_background(name: str, workspace: Path, megabytes: int, device: str) -> Result:
     """Save several times in the background."""
     directory = workspace / f"async-{name}"
     directory.mkdir()
+    world = BACKGROUND_RANKS if device == "cpu" else 1
     try:
-        return ranks("async", name, "fsdp", BACKGROUND_RANKS, str(directory), workspace, megabytes)
+        return ranks(
+            "async", name, "fsdp", world, str(directory), workspace, megabytes, device=device
+        )
     except RuntimeError as error:
         return {"reason": str(error)[-400:]}
     finally:
@@ -368,6 +394,7 @@ def ranks(
     workspace: Path,
     megabytes: int,
     saves: int = 1,
+    device: str = "cpu",
 ) -> Result:
     """Run `checkpoint_worker.py` on some ranks; return rank 0's result."""
     store = str(workspace / f"store-{uuid.uuid4().hex}")
@@ -377,7 +404,7 @@ def ranks(
     processes: list[ForkServerProcess] = []
     for rank in range(world):
         receiver, sender = FORK_SERVER.Pipe(duplex=False)
-        work = Work(action, name, layout, rank, world, where, megabytes, store, saves)
+        work = Work(action, name, layout, rank, world, where, megabytes, store, saves, device)
         process = FORK_SERVER.Process(target=run, args=(work, environment, sender))
         process.start()
         sender.close()

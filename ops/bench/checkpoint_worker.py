@@ -58,6 +58,7 @@ class Work:
     megabytes: int
     store: str
     saves: int = 1
+    device: str = "cpu"
 
     def own_file(self, kind: str) -> Path:
         """Return the path of this rank's file, for contenders of which each rank writes one."""
@@ -87,14 +88,16 @@ def shapes(megabytes: int) -> dict[str, tuple[int, ...]]:
 
 def state(work: Work, *, fill: bool) -> dict[str, torch.Tensor]:
     """Return all tensors: sharded by rows (FSDP), for "tp" by columns where possible, or whole."""
-    mesh = init_device_mesh("cpu", (work.world,))
+    mesh = init_device_mesh(work.device, (work.world,))
     tensors: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes(work.megabytes).items():
         value = torch.randn(shape, generator=generator) if fill else torch.zeros(shape)
         is_whole = work.layout == "replicas" or (work.layout == "tp" and len(shape) == 1)
         placement = Replicate() if is_whole else Shard(1 if work.layout == "tp" else 0)
-        tensors[name] = distribute_tensor(value, mesh, [placement], src_data_rank=None)
+        tensors[name] = distribute_tensor(
+            value.to(work.device), mesh, [placement], src_data_rank=None
+        )
     return tensors
 
 
@@ -228,6 +231,8 @@ def start_in_background(
                 use_non_blocking_copy=memory == "pinned",
             )
         )
+        # PyTorch 2.11 frees its buffers after every save, and then fails at the second.
+        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
 
     def start(tensors: dict[str, torch.Tensor], path: str) -> Callable[[], object]:
         future: Any = async_save(
@@ -245,14 +250,20 @@ def start_in_background(
 def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Save several times; return for how long the slowest rank was blocked, and copied."""
     start = start_in_background(work.contender)
-    warm = {name: torch.ones_like(local(tensor)) for name, tensor in tensors.items()}
-    blocked, copied, cpu_ratios, writing, durable = [], [], [], [], []
     is_own = work.contender == "keepstep"
+    on_gpu = work.device == "cuda"
+    warm = {
+        name: torch.ones_like(local(tensor), device="cpu", pin_memory=on_gpu)
+        for name, tensor in tensors.items()
+    }
+    blocked, copied, cpu_ratios, writing, durable = [], [], [], [], []
     for number in range(BACKGROUND_SAVES):
         dist.barrier()
         began, cpu_0 = time.monotonic(), time.process_time()
         for name, tensor in tensors.items():
-            warm[name].copy_(local(tensor))
+            warm[name].copy_(local(tensor), non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
         cpu_1 = time.process_time()
         copied.append(greatest(time.monotonic() - began))
         writer_0 = children_s() if is_own else 0.0
@@ -267,7 +278,8 @@ def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
         if is_own:
             writing.append(total(children_s() - writer_0))
     own = {}
-    if is_own:
+    # A GPU's tensors are encoded from the copies that another process has.
+    if is_own and not on_gpu:
         checksums = checksums_s(tensors)
         own = {
             "background_s": statistics.median(durable[1:]),
@@ -380,8 +392,10 @@ def run(work: Work, environment: Mapping[str, str], result: Connection) -> None:
 
 def measure(work: Work) -> dict[str, Any]:
     torch.set_num_threads(1)
+    if work.device == "cuda":
+        torch.cuda.set_device(work.rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if work.device == "cuda" else "gloo",
         store=dist.FileStore(work.store, work.world),
         rank=work.rank,
         world_size=work.world,

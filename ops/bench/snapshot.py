@@ -1,17 +1,18 @@
 """Measures the cost of a snapshot of all state after every step.
 
-`python ops/bench/snapshot.py --json [--quick]`. The last line is one JSON object. The state is
-copied lazily, synchronously, or by DCP's async_save to memory. Two nodes of one rank each train a
-sharded GPT on one thread per rank, with real snapshot servers; this process acts as their agents,
-and commits as the leader does. Windows of steps of each kind alternate, so that a drift of the
-machine affects all alike; `step_s` are medians, `step_ratio` those of the ratios to the window
-without snapshots of the same round, and `step_ratio_quartiles` their quartiles. `cpu_ratio` is the
-same of the processor seconds of all workers, servers and this process. `protected` is `lazy` with
-parity for the other node; here the same two cores train and do the exchange of both nodes.
-`transfer` is what TCP alone takes for the same bytes, once a step (`loopback_transfer.py`).
-`sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of all state
-on an otherwise idle machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups
-of 4.
+`python ops/bench/snapshot.py --json [--quick] [--device cuda]`. The last line is one JSON object.
+The state is copied lazily, synchronously, or by DCP's async_save to memory. With `--device cuda`
+there is one node with a larger model on its GPU, nothing is `protected`, and DCP's staging buffers
+are page-locked. Else two nodes of one rank each train a sharded GPT on one thread per rank, with
+real snapshot servers; this process acts as their agents, and commits as the leader does. Windows of
+steps of each kind alternate, so that a drift of the machine affects all alike; `step_s` are
+medians, `step_ratio` those of the ratios to the window without snapshots of the same round, and
+`step_ratio_quartiles` their quartiles. `cpu_ratio` is the same of the processor seconds of all
+workers, servers and this process. `protected` is `lazy` with parity for the other node; here the
+same two cores train and do the exchange of both nodes. `transfer` is what TCP alone takes for the
+same bytes, once a step (`loopback_transfer.py`). `sealed_s`, `encoded_s` and `committed_s` are
+seconds from the beginning of a snapshot of all state on an otherwise idle machine.
+`encode_bytes_per_s` counts bytes of input, on one thread, for groups of 4.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "ops" / "bench" / "snapshot_worker.py"
 NODES = 2
 MODES = ("none", "lazy", "sync", "protected", "dcp_async")
+ONE_NODE_MODES = ("none", "lazy", "sync", "dcp_async")
 TILE_NBYTES = 2**18
 
 Result = dict[str, Any]
@@ -62,11 +64,16 @@ Result = dict[str, Any]
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Fewer steps.")
-def main(as_json: bool, quick: bool) -> None:
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to train.")
+def main(as_json: bool, quick: bool, device: str) -> None:
     console = Console(stderr=as_json)
     result = asyncio.run(
-        measure(rounds=2 if quick else 4, steps=3 if quick else 5, console=console)
+        measure(device, rounds=2 if quick else 4, steps=3 if quick else 5, console=console)
     )
+    if device == "cuda":
+        console.print(result)
+        print(json.dumps(result))
+        return
     cpu_s = transfer_cpu_s(result["state_bytes_per_node"])
     result["transfer"] = {
         "cpu_s": cpu_s, "cpu_ratio": round(1 + cpu_s / result["cpu_s"]["none"], 4)
@@ -77,10 +84,11 @@ def main(as_json: bool, quick: bool) -> None:
 
 
 class Nodes:
-    """Two snapshot servers with their workers; commits their snapshots."""
+    """The nodes' snapshot servers with their workers; commits their snapshots."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, count: int, device: str) -> None:
         self.directory = directory
+        self.count, self.device = count, device
         self.servers: list[SnapshotProcess] = []
         self.workers: list[asyncio.subprocess.Process] = []
         self.generation = 0
@@ -91,7 +99,7 @@ class Nodes:
 
     async def start(self, stack: AsyncExitStack) -> None:
         secret = secrets.token_bytes(32)
-        for rank in range(NODES):
+        for rank in range(self.count):
             node_directory = self.directory / f"node{rank}"
             node_directory.mkdir()
             server = await SnapshotProcess.start(
@@ -108,14 +116,15 @@ class Nodes:
         path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
         environment = {
             **os.environ,
-            "PYTHONPATH": path,
+            "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
             "SECRET": secret.hex(),
         }
         for rank, server in enumerate(self.servers):
             worker = await asyncio.create_subprocess_exec(
-                sys.executable, str(WORKER), str(rank), str(NODES),
+                sys.executable, str(WORKER), str(rank), str(self.count),
                 server.local_address, str(self.directory / "store"), str(self.directory),
+                self.device,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 env=environment, limit=2**24,
             )  # fmt: skip
@@ -134,7 +143,7 @@ class Nodes:
         snapshot = event.snapshot
         self.protected[snapshot].add(rank)
         self.times[snapshot.step]["encoded_s"] = time.monotonic()
-        if len(self.protected[snapshot]) == NODES:
+        if len(self.protected[snapshot]) == self.count:
             task = asyncio.ensure_future(self.commit(snapshot))
             self.committing.add(task)
             task.add_done_callback(self.committing.discard)
@@ -185,20 +194,21 @@ class Nodes:
         await self.ask(do="enter", generation=self.generation)
 
 
-async def measure(rounds: int, steps: int, console: Console) -> Result:
-    step_s: dict[str, list[float]] = {mode: [] for mode in MODES}
-    ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
-    cpu_s: dict[str, list[float]] = {mode: [] for mode in MODES}
+async def measure(device: str, rounds: int, steps: int, console: Console) -> Result:
+    modes, count = (MODES, NODES) if device == "cpu" else (ONE_NODE_MODES, 1)
+    step_s: dict[str, list[float]] = {mode: [] for mode in modes}
+    ratios: dict[str, list[float]] = {mode: [] for mode in modes}
+    cpu_s: dict[str, list[float]] = {mode: [] for mode in modes}
     blocked: list[float] = []
     taken = 0
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory:
         async with AsyncExitStack() as stack:
-            nodes = Nodes(Path(directory))
+            nodes = Nodes(Path(directory), count, device)
             await nodes.start(stack)
             await nodes.enter(0)
             await nodes.ask(do="window", mode="lazy", steps=2)
             for turn in range(rounds):
-                for mode in MODES:
+                for mode in modes:
                     await nodes.enter(1 if mode == "protected" else 0)
                     worker_mode = "lazy" if mode == "protected" else mode
                     before_s = processor_s(process_tree(os.getpid()))
@@ -217,7 +227,7 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
                             blocked += answer["blocked"][1:]
                         taken += answers[0]["taken"]
                 console.print(turn, {mode: round(values[-1], 4) for mode, values in step_s.items()})
-            await nodes.enter(1)
+            await nodes.enter(count - 1)
             singles = []
             for _ in range(5):
                 answers = await nodes.ask(do="single")

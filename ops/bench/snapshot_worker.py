@@ -1,8 +1,8 @@
 """Runs one rank, on a node of its own, of snapshot.py.
 
-`snapshot_worker.py RANK WORLD SERVER STORE DIRECTORY` reads requests as JSON lines from standard
-input, and writes one answer for each to standard output. `committed` lines only report a commit,
-and have no answer.
+`snapshot_worker.py RANK WORLD SERVER STORE DIRECTORY DEVICE` reads requests as JSON lines from
+standard input, and writes one answer for each to standard output. `committed` lines only report a
+commit, and have no answer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,16 @@ from keepstep.checkpoint.memory.client import SnapshotClient
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])
-CONTEXT, SAMPLES = 128, 4
-# Tensors are smaller than in real models, so a snapshot's cost per tensor counts more here.
-CONFIG = GPTConfig(width=1024, layers=4, heads=16, context=CONTEXT)
+ON_GPU = sys.argv[6] == "cuda"
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+CONTEXT, SAMPLES = (1024, 8) if ON_GPU else (128, 4)
+# On the host tensors are smaller than in real models, so that a snapshot's cost per tensor counts
+# more.
+CONFIG = (
+    GPTConfig(width=2048, layers=8, heads=16, context=CONTEXT)
+    if ON_GPU
+    else GPTConfig(width=1024, layers=4, heads=16, context=CONTEXT)
+)
 
 
 class Requests:
@@ -75,21 +82,25 @@ class Trainer:
 
     def __init__(self, requests: Requests) -> None:
         self.requests = requests
-        mesh = init_device_mesh("cpu", (WORLD,))
+        mesh = init_device_mesh(DEVICE.type, (WORLD,))
         with torch.device("meta"):
             self.model = GPT(CONFIG)
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.model.to_empty(device="cpu")
+        self.model.to_empty(device=DEVICE)
         initialize(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.batch = tuple(torch.randint(0, 256, (SAMPLES // WORLD, CONTEXT)) for _ in range(2))
+        shape = (SAMPLES // WORLD, CONTEXT)
+        self.batch = tuple(torch.randint(0, 256, shape, device=DEVICE) for _ in range(2))
         self.state_reader = LiveStateReader(self.model, [self.optimizer])
         self.client = SnapshotClient(SERVER, bytes.fromhex(os.environ["SECRET"]))
         self.snapshotter: Snapshotter | None = None
-        # The stager keeps its staging buffers between saves; its other options need a GPU.
-        self.stager = DefaultStager(StagingOptions(False, True, False, False))
+        # The stager keeps its staging buffers between saves: shared ones, or those of a GPU, which
+        # are page-locked and filled beside the step.
+        self.stager = DefaultStager(StagingOptions(ON_GPU, not ON_GPU, ON_GPU, ON_GPU))
+        # PyTorch 2.11 frees them after every save, and then fails at the second.
+        self.stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         self.saving_group = dist.new_group(backend="gloo")
         self.number = self.taken = 0
 
@@ -100,7 +111,7 @@ class Trainer:
             self.client,
             generation,
             RANK,
-            torch.device("cpu"),
+            DEVICE,
             granted=self.requests.granted_buffer,
         )
         self.requests.committed, self.taken = -1, -1
@@ -122,6 +133,7 @@ class Trainer:
         assert self.snapshotter is not None
         taken, seconds, blocked = 0, [], []
         future: Any = None
+        staging: Any = None
         writer = FileSystemWriter(DIRECTORY / "dcp", sync_files=False)
         for _ in range(steps):
             began = time.monotonic()
@@ -130,6 +142,8 @@ class Trainer:
             agreement = self.agree() if mode == "lazy" else None
             loss.backward()
             before_wait = time.monotonic()
+            if staging is not None:
+                staging.result()
             agreed = False
             if agreement is not None:
                 self.snapshotter.wait()
@@ -149,7 +163,7 @@ class Trainer:
                 self.snapshotter.wait()
             elif mode == "dcp_async":
                 if future is not None:
-                    future.result()
+                    _uploaded(future)
                 state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
                 future = dcp.async_save(
                     state,
@@ -157,10 +171,13 @@ class Trainer:
                     process_group=self.saving_group,
                     async_stager=self.stager,
                 )
-            seconds.append(time.monotonic() - began)
+                staging = getattr(future, "staging_completion", None)
             blocked.append(at_write - before_wait + time.monotonic() - after_write)
+            if ON_GPU:
+                torch.cuda.current_stream().synchronize()
+            seconds.append(time.monotonic() - began)
         if future is not None:
-            future.result()
+            _uploaded(future)
         self.snapshotter.wait()
         self.requests.wait_for_commit(self.taken)
         shutil.rmtree(DIRECTORY / "dcp", ignore_errors=True)
@@ -187,9 +204,20 @@ class Trainer:
     def memcpy(self) -> dict[str, Any]:
         """Copy all state to memory allocated before, on one thread, in one call."""
         sources = [tensor.data for tensor in self.state_reader.capture().tensors]
-        targets = [torch.zeros_like(source) for source in sources]
-        best = min(_timed(lambda: torch._foreach_copy_(targets, sources)) for _ in range(5))
+        targets = [torch.zeros_like(source, device="cpu", pin_memory=ON_GPU) for source in sources]
+
+        def copy() -> None:
+            torch._foreach_copy_(targets, sources, non_blocking=ON_GPU)
+            if ON_GPU:
+                torch.cuda.synchronize()
+
+        best = min(_timed(copy) for _ in range(5))
         return {"seconds": best, "nbytes": self.nbytes}
+
+
+def _uploaded(future: Any) -> None:
+    """Wait until DCP has written a checkpoint."""
+    getattr(future, "upload_completion", future).result()
 
 
 def _timed(act: Any) -> float:
@@ -205,7 +233,14 @@ def _memcpy(trainer: Trainer) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(STORE, WORLD), rank=RANK, world_size=WORLD)
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ON_GPU else "gloo",
+        store=dist.FileStore(STORE, WORLD),
+        rank=RANK,
+        world_size=WORLD,
+    )
     requests = Requests()
     trainer = Trainer(requests)
     while (request := requests.queue.get()) is not None:
