@@ -55,6 +55,8 @@ def hang_and_abort(rank: Rank) -> Figures:
     weight = torch.zeros_like(gradient)
     dist.all_reduce(gradient)
     gradient.fill_(1.0)
+    # CUDA loads a kernel when it is first called, and waits for those that run: one would hang.
+    weight.add_(gradient).zero_()
     torch.cuda.synchronize()
     if rank.rank != 0:
         store.wait(["found"])

@@ -1,4 +1,4 @@
-"""Lists all checks: G1 to G14 for one GPU, N1 to N7 for several."""
+"""Lists all checks: G1 to G15 for one GPU, N1 to N7 for several."""
 
 from __future__ import annotations
 
@@ -59,11 +59,13 @@ CHECKS = (
         id="G11",
         shows="the recorder times every launch on the device, and none that is captured",
         module="ops.gpu.observed_launches",
+        recorder=True,
     ),
     Check(
         id="G12",
         shows="what the recorder costs per operation, and that it keeps no memory",
         module="ops.gpu.recorder_overhead",
+        recorder=True,
     ),
     Check(
         id="G13",
@@ -74,6 +76,12 @@ CHECKS = (
         id="G14",
         shows="compiled models and their graphs are gone after a rebuild",
         module="ops.gpu.compiled_generations",
+    ),
+    Check(
+        id="G15",
+        shows="a keepstep job recovers in place on NCCL from a kill and from a hang",
+        module="ops.gpu.nccl_job",
+        recorder=True,
     ),
     Check(
         id="N1",
@@ -110,6 +118,7 @@ CHECKS = (
         id="N6",
         shows="collectives keep their speed under the recorder",
         module="ops.gpu.recorded_bandwidth",
+        recorder=True,
         gpus=2,
     ),
     Check(

@@ -38,6 +38,7 @@ class Check:
         function: the function, which takes a Machine and returns a Finding.
         gpus: the number of GPUs that it needs.
         limit_s: after this time it is killed, with its descendants.
+        recorder: whether it needs keepstep's recorder, which takes half a minute to build.
         unavailable: why it cannot be run, where `module` is empty.
     """
 
@@ -47,6 +48,7 @@ class Check:
     function: str = "check"
     gpus: int = 1
     limit_s: float = 58.0
+    recorder: bool = False
     unavailable: str = ""
 
 

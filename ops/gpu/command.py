@@ -14,7 +14,7 @@ from ops.gpu.report import count, summary, table
 from ops.gpu.runner import TOTAL_LIMIT_S, run_checks
 
 ROOT = Path(__file__).parents[2]
-_SLOW = frozenset({"G6", "G10", "G11", "G12", "G13", "G14", "N4", "N6"})
+_SLOW = frozenset({"G6", "G10", "G11", "G12", "G13", "G14", "G15", "N4", "N6"})
 
 
 def main(arguments: Sequence[str], checks: Sequence[Check], machine: Machine | None = None) -> int:

@@ -4,7 +4,7 @@ Compiled code names groups by names that repeat after a rebuild, with the old wo
 and CUDA graphs keep memory. Proves that `torch._dynamo.reset()` between generations is enough.
 Passes if a gathering model compiled anew gives the right result in each generation, and after the
 reset no graph of the compiled model is left and the GPU's memory is what it was before, within
-64 MiB. Over gloo, on CUDA tensors. Not run where the compiler cannot be used.
+64 MiB. Not run where the compiler cannot be used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 from ops.gpu.background import described
 from ops.gpu.check import Figures, Finding, NotRun
-from ops.gpu.groups import enter
+from ops.gpu.groups import enter, leave
 from ops.gpu.machine import Machine
 from ops.gpu.ranks import Rank, figures_of, run_ranks
 
@@ -65,10 +65,10 @@ def run_generations(rank: Rank) -> Figures:
         _return_memory()
         before = torch.cuda.memory_reserved()
         began_s = time.monotonic()
-        enter(rank, generation=generation, backend="cpu:gloo,cuda:gloo", world_size=world_size)
+        enter(rank, generation=generation, world_size=world_size)
         right, graphs = _compute(rank.rank, world_size)
-        dist.destroy_process_group()
         torch._dynamo.reset()
+        leave(rank.device)
         _return_memory()
         generations.append(
             {

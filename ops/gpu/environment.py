@@ -15,15 +15,18 @@ RECOVERY: Mapping[str, str] = {variable.name: variable.value for variable in DEV
 
 LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
+DETERMINISTIC: Mapping[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""What `torch.use_deterministic_algorithms` needs besides."""
+
+
+def two_nodes_on_one_gpu(node: int) -> dict[str, str]:
+    """Return the variables with which NCCL takes processes on one GPU for those of two nodes."""
+    return {**LOOPBACK, "NCCL_HOSTID": f"keepstep-gpu-{node}", "NCCL_IB_DISABLE": "1"}
+
 
 def on_one_gpu(rank: int) -> dict[str, str]:
     """Return the variables of a rank that shares the first GPU with the others."""
-    return {
-        **RECOVERY,
-        **LOOPBACK,
-        "NCCL_HOSTID": f"keepstep-gpu-{rank}",
-        "NCCL_IB_DISABLE": "1",
-    }
+    return {**RECOVERY, **two_nodes_on_one_gpu(rank)}
 
 
 def on_own_gpu(rank: int) -> dict[str, str]:

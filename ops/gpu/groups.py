@@ -45,6 +45,9 @@ def enter(
     )
     group = dist.group.WORLD
     assert group is not None
+    # As keepstep does: without it splitting the second group of a process crashes PyTorch.
+    back_end = group._get_backend(torch.device("cuda"))
+    back_end.options.global_ranks_in_group = list(range(group.size()))
     return group
 
 

@@ -18,6 +18,8 @@ RECORDER_MODULES = (
 """What `recorded_process` imports; more than what the packages' front modules load."""
 
 _IMPORT_LIMIT_S = 120.0
+_BUILD_LIMIT_S = 180.0
+_FIND_LIMIT_S = 20.0
 
 
 def require(*modules: str) -> None:
@@ -34,7 +36,15 @@ def require(*modules: str) -> None:
         raise NotRun(f"keepstep cannot be imported: {_last_line(done.stderr)}")
 
 
-def recorder_library(limit_s: float) -> str:
+def build_recorder() -> None:
+    """Build the recorder's library if it does not exist; whoever needs it tells why it cannot."""
+    try:
+        recorder_library(limit_s=_BUILD_LIMIT_S)
+    except NotRun:
+        return
+
+
+def recorder_library(limit_s: float = _FIND_LIMIT_S) -> str:
     """Return the path of the recorder's library; build it first if it does not exist.
 
     Raises:

@@ -1,4 +1,8 @@
-"""One worker of G10's jobs: `keepstep_worker.py DIRECTORY`, started by `keepstep run`."""
+"""One worker of a check's job: `keepstep_worker.py DIRECTORY KIND STEPS`, by `keepstep run`.
+
+The model is whole on each rank (KIND `whole`), over gloo, or sharded by FSDP2 (`sharded`), over
+what keepstep chooses: NCCL if there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import keepstep
 
-_STEPS = 400
+_DIRECTORY, _KIND, _STEPS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 _WIDTH = 256
-_DIRECTORY = Path(sys.argv[1])
 
 
 class Points:
@@ -32,7 +37,10 @@ class Points:
 
 def build(world: keepstep.World) -> keepstep.State:
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, 1))
-    return keepstep.State(model.to(world.device), functools.partial(torch.optim.AdamW, lr=1e-3))
+    model.to(world.device)
+    if _KIND == "sharded":
+        fully_shard(model, mesh=world.mesh["dp"])
+    return keepstep.State(model, functools.partial(torch.optim.AdamW, lr=1e-3))
 
 
 def write(name: str, content: dict[str, object]) -> None:
@@ -49,19 +57,27 @@ def average_gradients(model: nn.Module, world_size: int) -> None:
         parameter.grad.div_(world_size)
 
 
+def whole_of(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def main() -> None:
     torch.use_deterministic_algorithms(True)
     # Two ranks can use gloo on one GPU. A test runs this where there is none.
-    backend = "cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo"
-    with keepstep.join(build, backend=backend) as job:
+    whole = "cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo"
+    backend = whole if _KIND == "whole" else None
+    # A mesh of several dimensions has groups that are split from the default one.
+    mesh = {"dp": -1, "tp": 1} if _KIND == "sharded" else None
+    with keepstep.join(build, backend=backend, mesh=mesh) as job:
         for points in job.batches(Points(), global_batch=16, steps=_STEPS):
             with job.step() as step:
                 job.model(points.to(job.world.device)).square().mean().backward()
-                average_gradients(job.model, job.world.world_size)
+                if _KIND == "whole":
+                    average_gradients(job.model, job.world.world_size)
                 job.optimizer.step()
             if step.completed:
                 write(f"rank-{job.world.rank}.json", {"step": job.steps, "process": os.getpid()})
-        parameters = [parameter.detach() for parameter in job.model.parameters()]
+        parameters = [whole_of(parameter.detach()) for parameter in job.model.parameters()]
         digest = hashlib.sha256()
         for parameter in parameters:
             digest.update(bytes(parameter.cpu().contiguous().view(torch.uint8).flatten().tolist()))
@@ -73,6 +89,7 @@ def main() -> None:
                     "generation": job.world.generation,
                     "world_size": job.world.world_size,
                     "device": str(parameters[0].device),
+                    "backend": dist.get_backend_config(),
                 },
             )
 

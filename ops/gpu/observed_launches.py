@@ -42,7 +42,7 @@ def check(machine: Machine) -> Finding:
     if version < _FIRST_NCCL:
         raise NotRun(f"NCCL {machine.nccl} has no profiler interface of version 5")
     require(*RECORDER_MODULES)
-    library = recorder_library(limit_s=25.0)
+    library = recorder_library()
     if not hasattr(ctypes.CDLL(library), "ncclProfiler_v5"):
         raise NotRun("this recorder is no profiler plugin of NCCL")
     timing = {"TORCH_NCCL_ENABLE_TIMING": "1"}

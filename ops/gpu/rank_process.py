@@ -1,10 +1,12 @@
 """Runs one rank of a check: `python -m ops.gpu.rank_process MODULE FUNCTION RANK FILE`.
 
-It ends at once when the function has returned: aborted groups may keep a process from ending.
+It ends at once when the function has returned: aborted groups may keep a process from ending. If it
+crashes it prints the stacks of its threads; and if it gets SHOW_STACKS, where Python is.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -13,13 +15,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ops.gpu.ranks import Rank
+import torch
+
+from ops.gpu.ranks import SHOW_STACKS, Rank
 
 
 def main(module: str, function: str, rank: str, file: str) -> None:
     """Call the function, and write what it returned to the file."""
     target = Path(file)
     status = 0
+    faulthandler.enable()
+    faulthandler.register(SHOW_STACKS)
+    # Of C++, after those of Python.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     try:
         figures = getattr(importlib.import_module(module), function)(Rank.from_json(rank))
         found: dict[str, Any] = {"figures": dict(figures)}

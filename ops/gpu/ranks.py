@@ -6,8 +6,10 @@ process groups, so that they outlive any rank. It does not use a GPU itself.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,8 +25,12 @@ from torch._C._distributed_c10d import TCPStore
 from ops.gpu.check import Figures, NotRun
 from ops.gpu.environment import on_one_gpu
 
+SHOW_STACKS = signal.SIGUSR1
+"""Makes a rank print where its threads are."""
+
 _STORE_TIMEOUT = timedelta(seconds=50)
-_OUTPUT_CHARACTERS = 2000
+_OUTPUT_CHARACTERS = 6000
+_SHOWING_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +133,7 @@ def run_ranks(
                 processes.append(_start(function, rank, directory, environment(number)))
             deadline_s = time.monotonic() + limit_s
             late = [_is_late(process, deadline_s) for process in processes]
+            _show_stacks(list(itertools.compress(processes, late)))
         finally:
             for process in processes:
                 process.kill()
@@ -178,6 +185,14 @@ def _is_late(process: subprocess.Popen[bytes], deadline_s: float) -> bool:
     except subprocess.TimeoutExpired:
         return True
     return False
+
+
+def _show_stacks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let processes print where they are; they are killed next, however far they have come."""
+    for process in processes:
+        process.send_signal(SHOW_STACKS)
+    if processes:
+        time.sleep(_SHOWING_S)
 
 
 def _collect(directory: Path, rank: int, status: int, is_late: bool) -> RankResult:

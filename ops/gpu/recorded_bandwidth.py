@@ -28,7 +28,7 @@ _KEPT_SHARE = 0.95
 def check(machine: Machine) -> Finding:
     """Measure processes with recorder and plugin, and processes without."""
     require(*RECORDER_MODULES)
-    library = recorder_library(limit_s=15.0)
+    library = recorder_library()
     world_size = len(machine.gpus)
 
     def run(directory: str) -> Figures:

@@ -31,7 +31,7 @@ _GROWTH = 1.1
 def check(machine: Machine) -> Finding:
     """Measure the same process without and then with the recorder."""
     require(*RECORDER_MODULES)
-    library = recorder_library(limit_s=25.0)
+    library = recorder_library()
     with tempfile.TemporaryDirectory(prefix="keepstep-gpu-rings-") as directory:
         (found,) = figures_of(
             run_ranks(

@@ -4,8 +4,9 @@ Two effects are measured, each in a process with PyTorch's defaults and in one w
 destructor may wait for a heartbeat's whole interval: a group is built, aborted and dropped up to
 fifty times, and the longest time to drop one is kept. And a collective that has timed out lets the
 watchdog sleep with a lock that the next asynchronous one needs: how long that call takes is kept.
-Passes if with our variables dropping a group takes 25 s at most and the call less than a second.
-With the defaults both are figures.
+Passes if with our variables dropping a group takes 25 s at most and the call less than 10 s: with
+the lock the watchdog also finds out where the collective was called, for which it imports modules
+of PyTorch, once (3 s on an H200). With the defaults both are figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DROPPING_S = 28.0
 _LIMIT_S = 48.0
 _DROP_LIMIT_S = 25.0
 _TIMEOUT = timedelta(seconds=3)
-_CALL_LIMIT_S = 1.0
+_CALL_LIMIT_S = 10.0
 _CALL_WAIT_S = 25.0
 # Without these the watchdog ends the process before anything can be measured.
 _KEPT = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
@@ -62,7 +63,7 @@ def check(machine: Machine) -> Finding:
     return Finding(
         {
             "a group is dropped within 25 s": drops["longest_s"] <= _DROP_LIMIT_S,
-            "a call after a timeout takes less than a second": call["call_s"] < _CALL_LIMIT_S,
+            "a call after a timeout takes less than 10 s": call["call_s"] < _CALL_LIMIT_S,
         },
         {
             "dropping": drops,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.gpu import keepstep_job
+from ops.gpu import keepstep_job, nccl_job
 from ops.gpu.keepstep_tree import RECORDER_MODULES, recorder_library, require
 from ops.gpu.machine import Machine
 from ops.gpu.ranks import Rank, figures_of, run_ranks
@@ -32,6 +32,19 @@ def test_job_that_loses_a_worker_ends_with_the_weights_of_one_that_does_not(
     assert finding.figures["killed_at_step"] > 0
     if not torch.cuda.is_available():
         assert finding.broken == ["the state was on the GPU"]
+    else:
+        assert finding.broken == []
+
+
+def test_job_whose_worker_is_killed_and_hangs_recovers_in_the_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for limit in ("_LIMIT_S", "_NAMING_LIMIT_S"):
+        monkeypatch.setattr(nccl_job, limit, patient(120.0))
+    recorder_library(limit_s=patient(120.0))
+    finding = nccl_job.check(Machine())
+    if not torch.cuda.is_available():
+        assert finding.broken == ["the state was on the GPU", "the groups were of NCCL"]
     else:
         assert finding.broken == []
 

@@ -19,7 +19,7 @@ NEED_KEEPSTEP = ("keepstep_worker.py", "recorded_process.py")
 
 
 def test_every_check_is_listed_once() -> None:
-    ids = [*(f"G{number}" for number in range(1, 15)), *(f"N{number}" for number in range(1, 8))]
+    ids = [*(f"G{number}" for number in range(1, 16)), *(f"N{number}" for number in range(1, 8))]
     assert [check.id for check in CHECKS] == ids
 
 
