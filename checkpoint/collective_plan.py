@@ -33,6 +33,7 @@ from keepstep.checkpoint.collective import (
     world_size,
 )
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.garbage import collections_put_off
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.layout.documents import (
@@ -141,6 +142,7 @@ class AgreedSave:
     failures: tuple[Json, ...]
 
 
+@collections_put_off()
 def agree_on_save(
     capture: Callable[[], LiveState],
     failure: Json,

@@ -33,6 +33,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "transport": "",
         # checkpoint
         "checkpoint.errors": "",
+        "checkpoint.garbage": "",
         "checkpoint.layout": "checkpoint.errors",
         "checkpoint.isal": "checkpoint.errors",
         "checkpoint.parity": "checkpoint.errors checkpoint.isal checkpoint.layout",
@@ -70,8 +71,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " checkpoint.live checkpoint.stored"
         ),
         "checkpoint.collective_plan": (
-            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.piece_exchange checkpoint.stored"
+            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.garbage"
+            " checkpoint.layout checkpoint.live checkpoint.piece_exchange checkpoint.stored"
         ),
         "checkpoint.saving": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
@@ -81,8 +82,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.conversion checkpoint.errors checkpoint.foreign checkpoint.layout"
-            " checkpoint.live"
+            " checkpoint.conversion checkpoint.errors checkpoint.foreign checkpoint.garbage"
+            " checkpoint.layout checkpoint.live"
             " checkpoint.saving checkpoint.shared_foreign checkpoint.shared_metadata"
             " checkpoint.shared_restore checkpoint.state_mapping checkpoint.stored"
         ),
