@@ -39,7 +39,6 @@ from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import NamedForeign, format_before
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Recognized
-from keepstep.checkpoint.garbage import collections_put_off
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.documents import VALUES
@@ -197,7 +196,6 @@ def save(
         agreed.documents,
     )
 
-    @collections_put_off()
     def publish_parts() -> None:
         parts, documents = merge_reports(reports)
         publish(storage, attempt, parts, plan.tensors.tensors, plan.tensors.writers, documents)
@@ -289,7 +287,6 @@ class LoadedState:
     format_name: str
 
 
-@collections_put_off()
 def load_state(
     url: str,
     state: StateMapping,

@@ -142,7 +142,6 @@ class AgreedSave:
     failures: tuple[Json, ...]
 
 
-@collections_put_off()
 def agree_on_save(
     capture: Callable[[], LiveState],
     failure: Json,
@@ -306,12 +305,14 @@ def _plan(
     ranks = world_size()
     planners = planner_count(ranks)
 
+    @collections_put_off()
     def boxes_for_planners() -> dict[int, Json]:
         split = entries_by_planner([tensor.entry() for tensor in held], planners)
         return {planner_rank(number): part for number, part in enumerate(split)}
 
     boxes = _exchange_json(boxes_for_planners)
 
+    @collections_put_off()
     def plan_own_share() -> dict[int, Json]:
         number, is_planner = divmod(rank(), planner_rank(1))
         if is_planner != 0:
@@ -325,6 +326,7 @@ def _plan(
     answers = _exchange_json(plan_own_share)
     merged: list[tuple[WriterPlan, TensorPlan, Pieces]] = []
 
+    @collections_put_off()
     def ask_for_pieces() -> dict[int, Json]:
         own, tensors, wanted = _merged([_decode(answer) for answer in answers.values()])
         merged.append((own, tensors, wanted))
@@ -350,6 +352,7 @@ def _plan(
         plan = plan_of((), goes_beside=False)
         return plan, _exchange_of(plan, held)
 
+    @collections_put_off()
     def plan_rounds() -> tuple[SharedPlan, _Prepared | None]:
         counts, nbytes, requests = zip(
             *(_decode(asked[peer]) for peer in range(ranks)), strict=True

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.garbage import collections_put_off
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.content_digest import chunk_hash, sum_of
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
@@ -237,6 +238,7 @@ def publish(
     )
 
 
+@collections_put_off()
 def contents(
     stored: StoredStep,
     parts: Sequence[StoredObject],

@@ -529,7 +529,7 @@ def _completed_mismatches(
             syndrome=Syndrome.MISMATCH,
             since_s=now_s,
             evidence=(
-                f"ranks called different operations in {name} and it completed",
+                f"ranks called different operations in group {name} and it completed",
                 *mismatch.describe_calls(),
             ),
             confidence=0.8,

@@ -81,8 +81,9 @@ def _mismatch_verdicts(analysis: Standstill, chosen: np.ndarray) -> tuple[Verdic
             else (group_subject(mismatch.ranks, analysis.job.nodes),)
         )
         communicator = analysis.job.communicators.get(identity)
+        name = communicator.name if communicator else identity
         evidence = (
-            f"ranks call different operations in {communicator.name if communicator else identity}",
+            f"ranks call different operations in group {name}",
             *mismatch.describe_calls(),
         )
         since_s = min(analysis.moved_s(rank) for rank in mismatch.ranks if rank in analysis.rows)

@@ -156,7 +156,7 @@ def _verdict(
     name = communicator.name if communicator else str(identity)
     transfer_s = np.exp(np.nanmedian(history.values[:, worst]))
     evidence = [
-        f"collectives of {name} take {transfer_s:.4f} s after the last rank has arrived, "
+        f"collectives of group {name} take {transfer_s:.4f} s after the last rank has arrived, "
         f"{deviation.ratio[worst]:.1f} times the expected time"
     ]
     if len(slow) > 1:

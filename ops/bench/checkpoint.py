@@ -117,8 +117,9 @@ def main(
     as_json: bool, quick: bool, megabytes: int | None, device: str, directory: Path | None
 ) -> None:
     console = Console(stderr=as_json)
-    known = os.environ.get("PYTHONPATH", "")
-    os.environ |= {"PYTHONPATH": os.pathsep.join([str(ROOT), known]), "OMP_NUM_THREADS": "1"}
+    known = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([known] if known else [])])
+    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     FORK_SERVER.set_forkserver_preload([run.__module__])
     size = megabytes or (200 if quick else 800)
     workspace = Path(tempfile.mkdtemp(prefix="keepstep-bench-", dir=directory))

@@ -231,8 +231,9 @@ def start_in_background(
                 use_non_blocking_copy=memory == "pinned",
             )
         )
-        # PyTorch 2.11 frees its buffers after every save, and then fails at the second.
-        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+        if torch.__version__ < "2.12":
+            # PyTorch 2.11 frees its buffers after every save, and then fails at the second.
+            stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
 
     def start(tensors: dict[str, torch.Tensor], path: str) -> Callable[[], object]:
         future: Any = async_save(

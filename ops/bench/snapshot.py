@@ -114,9 +114,10 @@ class Nodes:
             stack.push_async_callback(server.close)
             self.servers.append(server)
         path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+        known = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([path, *([known] if known else [])]),
             "OMP_NUM_THREADS": "1",
             "SECRET": secret.hex(),
         }

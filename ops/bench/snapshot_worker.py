@@ -98,9 +98,17 @@ class Trainer:
         self.snapshotter: Snapshotter | None = None
         # The stager keeps its staging buffers between saves: shared ones, or those of a GPU, which
         # are page-locked and filled beside the step.
-        self.stager = DefaultStager(StagingOptions(ON_GPU, not ON_GPU, ON_GPU, ON_GPU))
-        # PyTorch 2.11 frees them after every save, and then fails at the second.
-        self.stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=ON_GPU,
+                use_shared_memory=not ON_GPU,
+                use_async_staging=ON_GPU,
+                use_non_blocking_copy=ON_GPU,
+            )
+        )
+        if torch.__version__ < "2.12":
+            # PyTorch 2.11 frees them after every save, and then fails at the second.
+            self.stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         self.saving_group = dist.new_group(backend="gloo")
         self.number = self.taken = 0
 

@@ -59,13 +59,26 @@ class ElasticJob:
             probe.bind(("127.0.0.1", 0))
             endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
         self._agents: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start(endpoint, arguments, environment, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self,
+        endpoint: str,
+        arguments: Sequence[str],
+        environment: Callable[[int], Mapping[str, str]],
+        options: Sequence[str],
+    ) -> None:
         for number, node in enumerate(_NODES):
             command = [
                 sys.executable, "-m", "keepstep", "run", "--rdzv-endpoint", endpoint,
                 "--nnodes", str(len(_NODES)), "--nproc-per-node", "1", "--node", node,
-                "--job", self.name, *options, str(_WORKER), str(directory), *arguments,
+                "--job", self.name, *options, str(_WORKER), str(self._directory), *arguments,
             ]  # fmt: skip
-            with (directory / f"{node}.log").open("wb") as log:
+            with (self._directory / f"{node}.log").open("wb") as log:
                 agent = subprocess.Popen(
                     command,
                     stdout=log,
@@ -83,6 +96,10 @@ class ElasticJob:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the agents; workers end with theirs, unless they are stopped."""
         for agent in self._agents:
             agent.kill()
             agent.wait()
@@ -102,9 +119,7 @@ class ElasticJob:
         Returns None if it does not get there in time, or the job ends before.
         """
         reached = self._wait_for(rank, lambda progress: progress.step >= step, deadline_s)
-        if reached is not None:
-            os.kill(reached.process, number)
-        return reached
+        return reached if reached is not None and send(reached.process, number) else None
 
     def recovery_s(self, rank: int, process: int, deadline_s: float) -> float | None:
         """Wait for a step of a rank by another process than this one; return how long that took.
@@ -112,7 +127,7 @@ class ElasticJob:
         Returns None if there is none in time, or the job ends before.
         """
         began_s = time.monotonic()
-        reached = self._wait_for(rank, lambda found: found.process != process, deadline_s)
+        reached = self._wait_for(rank, lambda found: found.process not in (0, process), deadline_s)
         return None if reached is None else round(time.monotonic() - began_s, 2)
 
     def wait(self, deadline_s: float) -> list[int | None]:
@@ -141,11 +156,19 @@ class ElasticJob:
         self, rank: int, is_reached: Callable[[Progress], bool], deadline_s: float
     ) -> Progress | None:
         while time.monotonic() < deadline_s:
-            is_running = any(agent.poll() is None for agent in self._agents)
+            if all(agent.poll() is not None for agent in self._agents):
+                return None
             progress = self.progress(rank)
             if is_reached(progress):
                 return progress
-            if not is_running:
-                return None
             time.sleep(_POLL_S)
         return None
+
+
+def send(process: int, number: signal.Signals) -> bool:
+    """Send a signal to a process; return whether it is there."""
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return False
+    return True

@@ -29,14 +29,13 @@ def enter(
     rank: Rank,
     *,
     generation: int = 0,
-    backend: str = "nccl",
     timeout: timedelta = _NO_TIMEOUT,
     world_size: int | None = None,
 ) -> ProcessGroup:
     """Bind this process to the rank's GPU and return the default group of a generation."""
     torch.cuda.set_device(rank.device)
     dist.init_process_group(
-        backend,
+        "nccl",
         store=PrefixStore(f"generation-{generation}", rank.store(generation)),
         rank=rank.rank,
         world_size=rank.world_size if world_size is None else world_size,
@@ -47,6 +46,8 @@ def enter(
     assert group is not None
     # As keepstep does: without it splitting the second group of a process crashes PyTorch.
     back_end = group._get_backend(torch.device("cuda"))
+    while hasattr(back_end, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+        back_end = back_end.wrapped_pg
     back_end.options.global_ranks_in_group = list(range(group.size()))
     return group
 

@@ -36,10 +36,14 @@ def require(*modules: str) -> None:
         raise NotRun(f"keepstep cannot be imported: {_last_line(done.stderr)}")
 
 
-def build_recorder() -> None:
-    """Build the recorder's library if it does not exist; whoever needs it tells why it cannot."""
+def build_recorder(limit_s: float) -> None:
+    """Build the recorder's library if it does not exist; whoever needs it tells why it cannot.
+
+    Args:
+        limit_s: after this time it is given up, and after three minutes in any case.
+    """
     try:
-        recorder_library(limit_s=_BUILD_LIMIT_S)
+        recorder_library(limit_s=max(1.0, min(limit_s, _BUILD_LIMIT_S)))
     except NotRun:
         return
 

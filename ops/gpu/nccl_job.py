@@ -12,7 +12,6 @@ keepstep's dependencies are missing or the recorder cannot be built.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.gpu.check import Finding
-from ops.gpu.elastic_jobs import ElasticJob
+from ops.gpu.elastic_jobs import ElasticJob, send
 from ops.gpu.environment import DETERMINISTIC, two_nodes_on_one_gpu
 from ops.gpu.keepstep_tree import recorder_library, require
 from ops.gpu.machine import Machine
@@ -90,18 +89,21 @@ def _strike(job: ElasticJob, events: Path, deadline_s: float) -> dict[str, Any]:
     struck["other_process"] = job.progress(1 - _STRUCK).process
     struck["killed_at_step"] = killed.step
     struck["recovery_s"] = [job.recovery_s(_STRUCK, killed.process, deadline_s)]
+    known = len(_hangs(events))
     stopped = job.strike(_STRUCK, signal.SIGSTOP, _STOP_AT, deadline_s)
     if stopped is None:
         return struck
     struck["stopped_at_step"] = stopped.step
     began_s = time.monotonic()
-    verdict = _wait_for_hang(events, began_s + _NAMING_LIMIT_S)
+    try:
+        verdict = _wait_for_hang(events, known, began_s + _NAMING_LIMIT_S)
+    finally:
+        send(stopped.process, signal.SIGKILL)
     if verdict:
         struck["named_after_s"] = round(time.monotonic() - began_s, 2)
         struck["named"] = verdict["keepstep.verdict.subject.ranks"]
         struck["syndrome"] = verdict["keepstep.verdict.syndrome"]
         struck["evidence"] = verdict["keepstep.verdict.evidence"]
-    os.kill(stopped.process, signal.SIGKILL)
     struck["recovery_s"].append(job.recovery_s(_STRUCK, stopped.process, deadline_s))
     return struck
 
@@ -123,14 +125,22 @@ def _monitor(job: str, directory: Path) -> Iterator[Path]:
         monitor.wait()
 
 
-def _wait_for_hang(events: Path, deadline_s: float) -> Mapping[str, Any]:
-    """Return the attributes of the first verdict on a hang; nothing if there is none in time."""
+def _wait_for_hang(events: Path, known: int, deadline_s: float) -> Mapping[str, Any]:
+    """Return the first verdict on a hang after so many; nothing if there is none in time."""
     while time.monotonic() < deadline_s:
-        lines = events.read_text().splitlines(keepends=True) if events.exists() else []
-        for event in (json.loads(line) for line in lines if line.endswith("\n")):
-            attributes: Mapping[str, Any] = event["attributes"]
-            is_new = event["event_name"] == "keepstep.verdict.opened"
-            if is_new and "hang" in attributes["keepstep.verdict.syndrome"]:
-                return attributes
+        for verdict in _hangs(events)[known:]:
+            return verdict
         time.sleep(0.05)
     return {}
+
+
+def _hangs(events: Path) -> list[Mapping[str, Any]]:
+    """Return the attributes of all verdicts on hangs that the monitor has reached."""
+    lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [
+        event["attributes"]
+        for event in found
+        if event["event_name"] == "keepstep.verdict.opened"
+        and "hang" in event["attributes"]["keepstep.verdict.syndrome"]
+    ]

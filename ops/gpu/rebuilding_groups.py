@@ -8,7 +8,6 @@ split from it, takes less than 2 s to leave, and the GPU's free memory does not 
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def check(machine: Machine) -> Finding:
                 figures["left_s"] < _LEAVE_LIMIT_S for figures in rounds
             ),
             "free memory does not fall from the second round on": all(
-                _fall([figures["free_nbytes"] for figures in rank["rounds"][1:]]) <= _LEAK_NBYTES
+                fall([figures["free_nbytes"] for figures in rank["rounds"][1:]]) <= _LEAK_NBYTES
                 for rank in ranks
             ),
         },
@@ -57,9 +56,9 @@ def check(machine: Machine) -> Finding:
     )
 
 
-def _fall(nbytes: Sequence[int]) -> int:
-    """Return by how much a number of bytes has fallen in all, whatever it rose in between."""
-    return sum(max(0, before - after) for before, after in itertools.pairwise(nbytes))
+def fall(nbytes: Sequence[int]) -> int:
+    """Return by how much the least of these numbers of bytes is below the first."""
+    return nbytes[0] - min(nbytes)
 
 
 def rebuild(rank: Rank) -> Figures:

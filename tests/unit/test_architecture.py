@@ -38,13 +38,14 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.isal": "checkpoint.errors",
         "checkpoint.parity": "checkpoint.errors checkpoint.isal checkpoint.layout",
         "checkpoint.rules": "checkpoint.errors checkpoint.layout",
-        "checkpoint.stored": "checkpoint.errors checkpoint.layout",
+        "checkpoint.stored": "checkpoint.errors checkpoint.garbage checkpoint.layout",
         "checkpoint.foreign": (
             "checkpoint.errors checkpoint.layout checkpoint.rules checkpoint.stored"
         ),
         "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
         "checkpoint.live": (
-            "checkpoint.errors checkpoint.isal checkpoint.layout checkpoint.memory"
+            "checkpoint.errors checkpoint.garbage checkpoint.isal checkpoint.layout"
+            " checkpoint.memory"
         ),
         "checkpoint.server": (
             "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"
@@ -82,8 +83,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.conversion checkpoint.errors checkpoint.foreign checkpoint.garbage"
-            " checkpoint.layout checkpoint.live"
+            " checkpoint.conversion checkpoint.errors checkpoint.foreign checkpoint.layout"
+            " checkpoint.live"
             " checkpoint.saving checkpoint.shared_foreign checkpoint.shared_metadata"
             " checkpoint.shared_restore checkpoint.state_mapping checkpoint.stored"
         ),

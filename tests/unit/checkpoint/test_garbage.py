@@ -49,7 +49,7 @@ def test_planning_and_loading_many_tensors_begin_no_collection(tmp_path: Path) -
 
     def see(phase: str, information: dict[str, int]) -> None:
         names = {frame.name for frame in traceback.extract_stack()}
-        begun.extend(names & {"agree_on_save", "publish_parts", "load_state"})
+        begun.extend(names & {"plan_own_share", "ask_for_pieces", "contents", "of", "plan_fills"})
 
     gc.callbacks.append(see)
     try:

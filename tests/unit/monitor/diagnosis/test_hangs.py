@@ -472,7 +472,7 @@ def test_mismatch_without_majority_names_the_group() -> None:
     (verdict,) = diagnose_at(traced, 12.0)
     assert summarize((verdict,)) == ["mismatched collectives: group 0, 1, 2, 3"]
     assert verdict.confidence < 0.7
-    assert verdict.evidence[0] == "ranks call different operations in world"
+    assert verdict.evidence[0] == "ranks call different operations in group world"
     assert any(
         "all_reduce of 4096 bytes of float32 at rank 0, 1" in line for line in verdict.evidence
     )

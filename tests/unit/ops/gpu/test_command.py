@@ -136,3 +136,27 @@ def test_unknown_check_is_refused() -> None:
     done = run(["-m", "ops.gpu", "--only", "G99"])
     assert done.returncode == 2
     assert "no check G99" in done.stderr
+
+
+RECORDED = """
+from ops.gpu import runner
+from ops.gpu.check import Check
+from ops.gpu.machine import Machine
+
+runner.build_recorder = lambda limit_s: print("built within", limit_s <= 90.0)
+checks = [
+    Check(id=f"G{number}", shows="holds", module="tests.unit.ops.gpu.tiny_checks", function="hold",
+          recorder=number > 0)
+    for number in range(3)
+]
+machine = Machine(gpus=("a GPU",))
+for outcome in runner.run_checks(checks, machine, limit_s=90.0):
+    print(outcome.id, outcome.result)
+"""
+
+
+def test_recorder_is_built_once_before_the_first_check_that_needs_it() -> None:
+    done = run(["-c", RECORDED])
+    assert done.stdout.splitlines() == [
+        "G0 passed", "built within True", "G1 passed", "G2 passed"
+    ]  # fmt: skip
