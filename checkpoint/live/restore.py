@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.garbage import collections_put_off
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
@@ -282,7 +281,6 @@ class Fill:
         return values.reshape(*live.box.shape, self.itemsize)[box.within(live.box).slices]
 
 
-@collections_put_off()
 def plan_fills(
     state: LiveState,
     source: Source,

@@ -12,7 +12,6 @@ from functools import cached_property
 import numpy as np
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
-from keepstep.checkpoint.garbage import collections_put_off
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.described import check_described
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
@@ -71,7 +70,6 @@ class StoredCheckpoint:
         return cls.of(url, StoredMetadata.read(url, step, generation))
 
     @classmethod
-    @collections_put_off()
     def of(cls, url: str, metadata: StoredMetadata) -> StoredCheckpoint:
         """Return the checkpoint that has this metadata. Raises as `open` does."""
         manifest = decode_manifest(url, metadata.stored, metadata.manifest)

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
@@ -31,7 +31,7 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from keepstep.elastic.errors import ProcessUnusable, UsageError
-from keepstep.elastic.trainer.default_group import list_ranks, unwrapped
+from keepstep.elastic.trainer.back_ends import known_back_end, list_ranks
 from keepstep.elastic.trainer.devices import DeviceType, bind
 from keepstep.elastic.trainer.mesh_rule import data_share, resolved
 from keepstep.elastic.trainer.retired_groups import RetiredGroups
@@ -146,13 +146,13 @@ class ProcessGroups:
                 timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
             )
             group = dist.group.WORLD
-            assert group is not None
+            assert group is not None, "created above"
             list_ranks(group)
-            device_mesh = self._mesh_of(place)
+            device_mesh = self._mesh_of(place, group)
         finally:
             self._connections = _open_sockets() - sockets_before
         if is_cuda:
-            self._can_be_rebuilt = _is_rebuildable(group, device)
+            self._can_be_rebuilt = known_back_end(group, device) is not None
             _connect_all(device)
         data_rank, data_size = data_share(sizes, assignment.rank)
         return World(
@@ -166,7 +166,7 @@ class ProcessGroups:
             data_size=data_size,
         )
 
-    def _mesh_of(self, place: _Place) -> DeviceMesh:
+    def _mesh_of(self, place: _Place, group: dist.ProcessGroup) -> DeviceMesh:
         """Return the mesh of a generation: the last one's if this process has the same place in it.
 
         DTensor caches specs by mesh. Meshes of equal shape compare equal even if this process has
@@ -174,8 +174,6 @@ class ProcessGroups:
         the caches are cleared with the mesh. To fill them again takes as long as a small step.
         """
         kept, self._kept = self._kept, None
-        group = dist.group.WORLD
-        assert group is not None, "entered above"
         if kept is not None and kept[0] == place and kept[1]._dim_group_names == [group.group_name]:
             mesh = kept[1]
             # Compiled code finds groups here, all other by their names.
@@ -286,14 +284,6 @@ def check_mesh_positions(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"{name} is sharded for rank {mesh_rank}, but this is rank {dist.get_rank()}: "
                 "build() must create the model anew from the World that it receives"
             )
-
-
-def _is_rebuildable(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's back end on a device is the one whose abort is known."""
-    if not dist.is_nccl_available():
-        return False
-    known = (distributed_c10d.ProcessGroupNCCL, dist.ProcessGroupGloo)
-    return isinstance(unwrapped(group._get_backend(device)), known)
 
 
 def _connect_all(device: torch.device) -> None:

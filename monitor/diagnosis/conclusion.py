@@ -41,7 +41,7 @@ from keepstep.monitor.diagnosis.slowness import SlownessInputs, find_slow_ranks
 from keepstep.monitor.diagnosis.stalls import find_stalls
 from keepstep.monitor.diagnosis.standstill import HangInputs
 from keepstep.monitor.diagnosis.steps import ALL_STEPS, Window, collect, distrusting, late_steps
-from keepstep.monitor.diagnosis.subjects import group_subject
+from keepstep.monitor.diagnosis.subjects import group_name, group_subject
 from keepstep.monitor.diagnosis.tables import EMPTY, FRONTIER, RANK, Digest
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers
@@ -521,15 +521,14 @@ def _completed_mismatches(
             int(row["highest"]): (int(row["highest_rank"]),),
         }
         mismatch = CollectiveMismatch(int(row["communicator"]), int(row["number"]), calls)
-        communicator = communicators.get(mismatch.communicator)
-        name = communicator.name if communicator else str(mismatch.communicator)
+        name = group_name(communicators, mismatch.communicator)
         # Of a completed collective only two differing calls are kept, not how many ranks made each.
         verdict = Verdict(
             subject=group_subject(mismatch.ranks, nodes),
             syndrome=Syndrome.MISMATCH,
             since_s=now_s,
             evidence=(
-                f"ranks called different operations in group {name} and it completed",
+                f"ranks called different operations in {name} and it completed",
                 *mismatch.describe_calls(),
             ),
             confidence=0.8,

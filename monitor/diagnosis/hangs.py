@@ -23,7 +23,13 @@ from keepstep.monitor.diagnosis.deaths import dead_processes
 from keepstep.monitor.diagnosis.mismatches import first_mismatch
 from keepstep.monitor.diagnosis.proof import describe_process, is_proved, needs_alert
 from keepstep.monitor.diagnosis.standstill import HangInputs, Standstill, hang_verdict
-from keepstep.monitor.diagnosis.subjects import gather, group_subject, link_subject, rank_subject
+from keepstep.monitor.diagnosis.subjects import (
+    gather,
+    group_name,
+    group_subject,
+    link_subject,
+    rank_subject,
+)
 from keepstep.monitor.diagnosis.thresholds import HangThresholds
 from keepstep.monitor.diagnosis.waits import OpenOperation, Waits, wait_for
 from keepstep.monitor.records import Phase
@@ -80,10 +86,9 @@ def _mismatch_verdicts(analysis: Standstill, chosen: np.ndarray) -> tuple[Verdic
             if minority
             else (group_subject(mismatch.ranks, analysis.job.nodes),)
         )
-        communicator = analysis.job.communicators.get(identity)
-        name = communicator.name if communicator else identity
+        name = group_name(analysis.job.communicators, identity)
         evidence = (
-            f"ranks call different operations in group {name}",
+            f"ranks call different operations in {name}",
             *mismatch.describe_calls(),
         )
         since_s = min(analysis.moved_s(rank) for rank in mismatch.ranks if rank in analysis.rows)

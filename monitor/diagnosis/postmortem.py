@@ -28,7 +28,12 @@ from keepstep.monitor.diagnosis.digest import digest
 from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, describe, signatures
 from keepstep.monitor.diagnosis.standstill import hang_verdict
-from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
+from keepstep.monitor.diagnosis.subjects import (
+    group_name,
+    group_subject,
+    link_subject,
+    rank_subject,
+)
 from keepstep.monitor.diagnosis.waits import OpenOperation, wait_for
 from keepstep.monitor.records import Communicator, Flag, JobRecords, Kind, Operation, joined
 from keepstep.monitor.verdicts import Advice, Syndrome, Verdict
@@ -139,8 +144,7 @@ class _PostmortemAnalysis:
 
     def group(self, identity: int) -> str:
         """Return a process group's name for people."""
-        communicator = self.job.communicators.get(identity)
-        return f"group {communicator.name if communicator else identity}"
+        return group_name(self.job.communicators, identity)
 
     def call(self, operation: OpenOperation, rank: int) -> np.ndarray:
         """Return the record, at most one, with which a rank called an operation."""

@@ -18,6 +18,7 @@ from keepstep.monitor.diagnosis.activity import QuietProcess
 from keepstep.monitor.diagnosis.lateness import Lateness
 from keepstep.monitor.diagnosis.pauses import PauseKind, kind_of_pause
 from keepstep.monitor.diagnosis.proof import Pause
+from keepstep.monitor.diagnosis.subjects import group_name
 from keepstep.monitor.diagnosis.thresholds import HangThresholds
 from keepstep.monitor.diagnosis.waits import OpenOperation
 from keepstep.monitor.records import Communicator
@@ -191,10 +192,9 @@ class Standstill:
         if place is None:
             return None
         row = self.job.frontiers[place]
-        communicator = self.job.communicators.get(int(row["communicator"]))
-        name = communicator.name if communicator else int(row["communicator"])
+        name = group_name(self.job.communicators, int(row["communicator"]))
         kind = "message" if row["direction"] else "operation"
-        return f"{kind} {int(row['queued'])} of group {name}", float(self.queued_s[place])
+        return f"{kind} {int(row['queued'])} of {name}", float(self.queued_s[place])
 
     @cached_property
     def _oldest_queued_places(self) -> Mapping[int, int]:
@@ -255,9 +255,8 @@ class Standstill:
             return (
                 f"message {operation.number} from rank {operation.pair[0]} to {operation.pair[1]}"
             )
-        communicator = self.job.communicators.get(operation.communicator)
-        name = communicator.name if communicator else operation.communicator
-        return f"operation {operation.number} of group {name}"
+        name = group_name(self.job.communicators, operation.communicator)
+        return f"operation {operation.number} of {name}"
 
     def moved_s(self, rank: int) -> float:
         """Return when a rank last made progress, by the job's clock."""

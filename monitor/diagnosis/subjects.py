@@ -1,4 +1,4 @@
-"""Turns ranks into subjects of verdicts: a finding about all ranks of a node is about the node."""
+"""Names what verdicts are about: a finding about all ranks of a node is about the node."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from keepstep.monitor.records import Communicator
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 
@@ -31,6 +32,12 @@ def group_subject(ranks: Iterable[int], nodes: Mapping[int, str]) -> Subject:
         return rank_subject(members[0], nodes)
     member_nodes = {nodes.get(rank, "") for rank in members}
     return Subject("group", members, member_nodes.pop() if len(member_nodes) == 1 else "")
+
+
+def group_name(communicators: Mapping[int, Communicator], identity: int) -> str:
+    """Return a process group's name for people; PyTorch calls the default group 0."""
+    communicator = communicators.get(identity)
+    return f"group {communicator.name if communicator else identity}"
 
 
 def link_subject(sender: int, receiver: int, nodes: Mapping[int, str]) -> Subject:

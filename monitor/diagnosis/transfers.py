@@ -17,7 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepstep.monitor.diagnosis.history import Deviations, StepSeries, deviations
-from keepstep.monitor.diagnosis.subjects import group_subject, node_subject, rank_subject
+from keepstep.monitor.diagnosis.subjects import (
+    group_name,
+    group_subject,
+    node_subject,
+    rank_subject,
+)
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
 from keepstep.monitor.records import Communicator
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
@@ -152,11 +157,10 @@ def _verdict(
 ) -> Verdict:
     """Return a verdict on one subject and its slow communicators."""
     identity = int(communicators_of(history.keys[worst]))
-    communicator = fabric.communicators.get(identity)
-    name = communicator.name if communicator else str(identity)
+    name = group_name(fabric.communicators, identity)
     transfer_s = np.exp(np.nanmedian(history.values[:, worst]))
     evidence = [
-        f"collectives of group {name} take {transfer_s:.4f} s after the last rank has arrived, "
+        f"collectives of {name} take {transfer_s:.4f} s after the last rank has arrived, "
         f"{deviation.ratio[worst]:.1f} times the expected time"
     ]
     if len(slow) > 1:

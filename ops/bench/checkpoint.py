@@ -67,6 +67,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
 
 from ops.bench.checkpoint_worker import Work, run  # noqa: E402
+from ops.bench.processes import python_path  # noqa: E402
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 LIMIT_S = 600.0
@@ -117,73 +118,72 @@ def main(
     as_json: bool, quick: bool, megabytes: int | None, device: str, directory: Path | None
 ) -> None:
     console = Console(stderr=as_json)
-    known = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([str(ROOT), *([known] if known else [])])
-    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     FORK_SERVER.set_forkserver_preload([run.__module__])
     size = megabytes or (200 if quick else 800)
     workspace = Path(tempfile.mkdtemp(prefix="keepstep-bench-", dir=directory))
     repeats = 1 if quick else 3
     try:
-        # Contenders take turns, so that a drift of the machine affects all alike.
-        runs: dict[str, list[Result]] = {name: [] for name in CONTENDERS}
-        remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
-        background: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
-        rates: list[float] = []
-        order = random.Random(0)
-        on_host = range(repeats if device == "cpu" else 0)
-        for _ in on_host:
-            saves = saves_in_turn(workspace, size, order, console)
-            rates += [turn[RAW]["nbytes"] / turn[RAW]["durable_s"] for turn in saves]
-            for name in CONTENDERS:
-                result = measure(name, workspace, size)
-                if "reason" not in result:
-                    result |= of_saves(name, saves)
-                runs[name].append(result)
-                console.print(name, result)
-        for _ in range(repeats):
-            for name, results in background.items():
-                results.append(measure_in_background(name, workspace, size, device))
-                console.print("async", name, results[-1])
-        if on_host:
-            with s3_server() as client:
-                for _ in on_host:
-                    for name, worker in ON_S3.items():
-                        size_there = max(50, size // 4)
-                        remote[name].append(measure_s3(worker, workspace, size_there, client))
-                        console.print("s3", name, remote[name][-1])
+        parts = {} if device == "cuda" else on_the_host(workspace, size, repeats, console)
+        parts["async"] = in_background(workspace, size, repeats, device, console)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    of_background = summary(background, BACKGROUND_COLUMNS)
-    console.print(of_background)
-    in_background = by_library(of_background)
-    if not on_host:
-        print(json.dumps({"async": in_background}))
-        return
+    print(json.dumps(parts))
+
+
+def on_the_host(workspace: Path, size: int, repeats: int, console: Console) -> Result:
+    """Save and load a state of so many megabytes on the host, to files and to S3's interface."""
+    # Contenders take turns, so that a drift of the machine affects all alike.
+    runs: dict[str, list[Result]] = {name: [] for name in CONTENDERS}
+    remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
+    rates: list[float] = []
+    order = random.Random(0)
+    sizes = {"local": size, "s3": max(50, size // 4)}
+    for _ in range(repeats):
+        saves = saves_in_turn(workspace, size, order, console)
+        rates += [turn[RAW]["nbytes"] / turn[RAW]["durable_s"] for turn in saves]
+        for name in CONTENDERS:
+            result = measure(name, workspace, size)
+            if "reason" not in result:
+                result |= of_saves(name, saves)
+            runs[name].append(result)
+            console.print(name, result)
+    with s3_server() as client:
+        for _ in range(repeats):
+            for name, worker in ON_S3.items():
+                remote[name].append(measure_s3(worker, workspace, sizes["s3"], client))
+                console.print("s3", name, remote[name][-1])
     parts: dict[str, Result] = {
         "local": {"disk_bytes_per_s": round(statistics.median(rates)), **summary(runs)},
         "s3": summary(remote),
     }
     for part, rows in parts.items():
-        table = Table(
-            title=f"{part}: {size if part == 'local' else max(50, size // 4)} MB on 4 ranks"
-        )
+        table = Table(title=f"{part}: {sizes[part]} MB on 4 ranks")
         for name in ("contender", *COLUMNS):
             table.add_column(name)
         for contender, row in rows.items():
             if isinstance(row, dict):
                 table.add_row(contender, *(str(row.get(name)) for name in COLUMNS))
         console.print(table)
-    print(json.dumps({**parts, "async": in_background}))
+    return parts
 
 
-def by_library(of_background: Result) -> Result:
-    """Return what saves in the background took, by library."""
-    forms = {name.removeprefix("dcp_"): of_background[name] for name in DCP_FORMS}
+def in_background(
+    workspace: Path, size: int, repeats: int, device: str, console: Console
+) -> Result:
+    """Save a state of so many megabytes in the background; return the figures by library."""
+    runs: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
+    for _ in range(repeats):
+        for name, results in runs.items():
+            results.append(measure_in_background(name, workspace, size, device))
+            console.print("async", name, results[-1])
+    medians = summary(runs, BACKGROUND_COLUMNS)
+    console.print(medians)
+    forms = {name.removeprefix("dcp_"): medians[name] for name in DCP_FORMS}
     return {
-        "keepstep": of_background["keepstep"],
+        "keepstep": medians["keepstep"],
         "dcp": with_best(forms),
-        "torch_checkpointing": of_background["torch_checkpointing"],
+        "torch_checkpointing": medians["torch_checkpointing"],
     }
 
 

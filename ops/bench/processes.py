@@ -13,6 +13,12 @@ import psutil
 from examples.local_cluster import process_tree
 
 
+def python_path(*places: Path) -> str:
+    """Return the value of PYTHONPATH by which processes import from these places first."""
+    known = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, places), *([known] if known else [])])
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants with SIGKILL."""
     for process in process_tree(pid):

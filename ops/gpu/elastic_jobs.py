@@ -12,11 +12,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 _WORKER = Path(__file__).with_name("keepstep_worker.py")
 _NODES = ("a", "b")
@@ -32,82 +32,24 @@ class Progress:
     process: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class ElasticJob:
-    """A job, from the start of its agents on; `with` ends it. A coordinator starts by itself.
+    """A job that runs.
 
     Args:
-        kind: names it beside other jobs of this check.
-        directory: made for what its workers and agents write.
-        arguments: of the worker, after the directory.
-        environment: variables of a node's agent and workers, besides this process's own.
-        options: of `keepstep run`.
+        name: the job's name.
+        directory: where its workers and agents write.
+        agents: of its nodes.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        directory: Path,
-        arguments: Sequence[str],
-        *,
-        environment: Callable[[int], Mapping[str, str]],
-        options: Sequence[str] = (),
-    ) -> None:
-        self.name = f"gpu-check-{os.getpid()}-{kind}"
-        self._directory = directory
-        directory.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-        self._agents: list[subprocess.Popen[bytes]] = []
-        try:
-            self._start(endpoint, arguments, environment, options)
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(
-        self,
-        endpoint: str,
-        arguments: Sequence[str],
-        environment: Callable[[int], Mapping[str, str]],
-        options: Sequence[str],
-    ) -> None:
-        for number, node in enumerate(_NODES):
-            command = [
-                sys.executable, "-m", "keepstep", "run", "--rdzv-endpoint", endpoint,
-                "--nnodes", str(len(_NODES)), "--nproc-per-node", "1", "--node", node,
-                "--job", self.name, *options, str(_WORKER), str(self._directory), *arguments,
-            ]  # fmt: skip
-            with (self._directory / f"{node}.log").open("wb") as log:
-                agent = subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment(number)},
-                )
-            self._agents.append(agent)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the agents; workers end with theirs, unless they are stopped."""
-        for agent in self._agents:
-            agent.kill()
-            agent.wait()
+    name: str
+    directory: Path
+    agents: Sequence[subprocess.Popen[bytes]]
 
     def progress(self, rank: int) -> Progress:
         """Return what the worker of a rank has written last."""
         try:
-            return Progress(**json.loads((self._directory / f"rank-{rank}.json").read_text()))
+            return Progress(**json.loads((self.directory / f"rank-{rank}.json").read_text()))
         except (OSError, ValueError):
             return Progress()
 
@@ -133,7 +75,7 @@ class ElasticJob:
     def wait(self, deadline_s: float) -> list[int | None]:
         """Wait for the agents; return their exit statuses, None for one that runs still."""
         statuses: list[int | None] = []
-        for agent in self._agents:
+        for agent in self.agents:
             try:
                 statuses.append(agent.wait(max(0.0, deadline_s - time.monotonic())))
             except subprocess.TimeoutExpired:
@@ -142,13 +84,13 @@ class ElasticJob:
 
     def end(self) -> Mapping[str, Any]:
         """Return what rank 0 wrote at its end; nothing if it did not get there."""
-        path = self._directory / "end.json"
+        path = self.directory / "end.json"
         found: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
     def show(self) -> None:
         """Print the end of what agents and workers printed."""
-        for log in sorted(self._directory.glob("*.log")):
+        for log in sorted(self.directory.glob("*.log")):
             text = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
             print(f"--- {self.name} {log.name}\n{text}")
 
@@ -156,13 +98,59 @@ class ElasticJob:
         self, rank: int, is_reached: Callable[[Progress], bool], deadline_s: float
     ) -> Progress | None:
         while time.monotonic() < deadline_s:
-            if all(agent.poll() is not None for agent in self._agents):
+            if all(agent.poll() is not None for agent in self.agents):
                 return None
             progress = self.progress(rank)
             if is_reached(progress):
                 return progress
             time.sleep(_POLL_S)
         return None
+
+
+@contextmanager
+def running_job(
+    kind: str,
+    directory: Path,
+    arguments: Sequence[str],
+    *,
+    environment: Callable[[int], Mapping[str, str]],
+    options: Sequence[str] = (),
+) -> Iterator[ElasticJob]:
+    """Run a job, and kill its agents at the end. A coordinator starts by itself.
+
+    Args:
+        kind: names it beside other jobs of this check.
+        directory: made for what its workers and agents write.
+        arguments: of the worker, after the directory.
+        environment: variables of a node's agent and workers, besides this process's own.
+        options: of `keepstep run`.
+    """
+    name = f"gpu-check-{os.getpid()}-{kind}"
+    directory.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    agents: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, node in enumerate(_NODES):
+            command = [
+                sys.executable, "-m", "keepstep", "run", "--rdzv-endpoint", endpoint,
+                "--nnodes", str(len(_NODES)), "--nproc-per-node", "1", "--node", node,
+                "--job", name, *options, str(_WORKER), str(directory), *arguments,
+            ]  # fmt: skip
+            with (directory / f"{node}.log").open("wb") as log:
+                agent = subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment(number)},
+                )
+            agents.append(agent)
+        yield ElasticJob(name, directory, agents)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
 
 
 def send(process: int, number: signal.Signals) -> bool:

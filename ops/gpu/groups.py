@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroup
 from torch.distributed.distributed_c10d import _world
 
+from keepstep.elastic.trainer.back_ends import list_ranks
 from ops.gpu.background import BackgroundCall
 from ops.gpu.ranks import Rank
 
@@ -44,11 +45,7 @@ def enter(
     )
     group = dist.group.WORLD
     assert group is not None
-    # As keepstep does: without it splitting the second group of a process crashes PyTorch.
-    back_end = group._get_backend(torch.device("cuda"))
-    while hasattr(back_end, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-        back_end = back_end.wrapped_pg
-    back_end.options.global_ranks_in_group = list(range(group.size()))
+    list_ranks(group)
     return group
 
 

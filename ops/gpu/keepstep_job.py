@@ -11,10 +11,11 @@ from __future__ import annotations
 import signal
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ops.gpu.check import Finding
-from ops.gpu.elastic_jobs import ElasticJob
+from ops.gpu.elastic_jobs import ElasticJob, running_job
 from ops.gpu.environment import DETERMINISTIC, LOOPBACK
 from ops.gpu.keepstep_tree import require
 from ops.gpu.machine import Machine
@@ -56,8 +57,8 @@ def check(machine: Machine) -> Finding:
     )
 
 
-def _job(kind: str, directory: Path) -> ElasticJob:
-    return ElasticJob(
+def _job(kind: str, directory: Path) -> AbstractContextManager[ElasticJob]:
+    return running_job(
         kind,
         directory / kind,
         ["whole", str(_STEPS)],

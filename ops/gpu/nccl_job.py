@@ -18,12 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ops.gpu.check import Finding
-from ops.gpu.elastic_jobs import ElasticJob, send
+from ops.gpu.elastic_jobs import ElasticJob, running_job, send
 from ops.gpu.environment import DETERMINISTIC, two_nodes_on_one_gpu
 from ops.gpu.keepstep_tree import recorder_library, require
 from ops.gpu.machine import Machine
@@ -70,8 +70,8 @@ def check(machine: Machine) -> Finding:
     )
 
 
-def _job(kind: str, directory: Path, *options: str) -> ElasticJob:
-    return ElasticJob(
+def _job(kind: str, directory: Path, *options: str) -> AbstractContextManager[ElasticJob]:
+    return running_job(
         kind,
         directory / kind,
         ["sharded", str(_STEPS)],

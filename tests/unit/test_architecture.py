@@ -44,8 +44,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
         "checkpoint.live": (
-            "checkpoint.errors checkpoint.garbage checkpoint.isal checkpoint.layout"
-            " checkpoint.memory"
+            "checkpoint.errors checkpoint.isal checkpoint.layout checkpoint.memory"
         ),
         "checkpoint.server": (
             "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"

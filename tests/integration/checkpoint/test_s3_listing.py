@@ -293,9 +293,9 @@ for url in ({os.fspath(tmp_path)!r}, "memory://x"):
     assert storage.directories_with("leaf") == ["a"]
 storage = open_storage({f"{s3}/{uuid.uuid4().hex}"!r})
 storage.write("a/leaf", [b"x"])
-assert "botocore" not in sys.modules
+assert not {{"botocore", "s3fs", "fsspec"}} & set(sys.modules)
 assert storage.directories_with("leaf") == ["a"]
-assert "botocore" in sys.modules
+assert "botocore" in sys.modules and "s3fs" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -694,7 +694,9 @@ pair send 1k ->1     0.20+0.30-?  .
 pair receive 1k <-0  .            0.20+?-?
 read 20.0
 """)
-    assert summarize(diagnose_at(traced, 20.0)) == ["non-communication hang: rank 1 on a"]
+    (verdict,) = diagnose_at(traced, 20.0)
+    assert summarize((verdict,)) == ["non-communication hang: rank 1 on a"]
+    assert "rank 1 has called message 13 of group pair" in verdict.evidence[0]
 
 
 def test_operations_whose_end_cannot_be_seen_are_waited_for_by_nobody() -> None:

@@ -28,6 +28,7 @@ def test_ranks_meet_in_the_stores_of_their_check() -> None:
 def test_rank_that_does_not_end_is_killed_and_named() -> None:
     results = run_ranks(wait_for_nobody, 2, limit_s=patient(8), present=[0, 1])
     assert [result.timed_out for result in results] == [False, True]
+    assert "in wait_for_nobody" in results[1].output, "it tells where it was"
     with pytest.raises(RuntimeError, match="rank 1 was not done in time"):
         figures_of(results)
 
