@@ -49,9 +49,13 @@ class SealedRanks:
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Replies to any request that cannot be met; the reason names the remedy."""
+    """Replies to any request that cannot be met; the reason names the remedy.
+
+    `is_incomplete`: the ranks here have ended the snapshot's generation without sealing it.
+    """
 
     reason: str
+    is_incomplete: bool = False
 
 
 class Begin(Message, frozen=True, kw_only=True):

@@ -35,6 +35,10 @@ ServerConnection: TypeAlias = Connection[ClientRequest, ServerReply]
 ReplyT = TypeVar("ReplyT", bound=ServerReply)
 
 
+class SnapshotIncomplete(SnapshotUnavailable):
+    """A node's ranks have ended the generation of a snapshot without sealing it; none ever will."""
+
+
 def stripes_of(group: ErasureGroup) -> Stripes:
     """Return which node of a group holds which block."""
     return Stripes(len(group.addresses), group.parity)
@@ -129,12 +133,15 @@ def receive_head(source: ServerConnection, expected: type[ReplyT]) -> tuple[Repl
 
     Raises:
         SnapshotUnavailable: the server refused, or the connection broke.
+        SnapshotIncomplete: the server's ranks will not seal the snapshot.
     """
     with translated_transport_errors():
         head = source.receive_head()
     match head:
         case None:
             raise SnapshotUnavailable(f"{source.peer}: is gone")
+        case (Refused(reason=reason, is_incomplete=True), _):
+            raise SnapshotIncomplete(reason)
         case (Refused(reason=reason), _):
             raise SnapshotUnavailable(reason)
         case (reply, nbytes) if isinstance(reply, expected):

@@ -36,6 +36,7 @@ from keepstep.checkpoint.memory.messages import (
     Table,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.blocks import SnapshotIncomplete
 from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
@@ -87,7 +88,8 @@ class ClientSession:
                 except (CheckpointError, ValueError, OSError) as error:
                     if isinstance(error, SnapshotInvariantViolated):
                         log.error("a request of %s was refused: %s", self._client.peer, error)
-                    self._client.send(Refused(reason=str(error)))
+                    is_incomplete = isinstance(error, SnapshotIncomplete)
+                    self._client.send(Refused(reason=str(error), is_incomplete=is_incomplete))
         finally:
             for snapshot, rank in self._unsealed:
                 self._memory.abandon(snapshot, rank)

@@ -19,7 +19,7 @@ from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup, ShardTable, table_nbytes
 from keepstep.checkpoint.memory.messages import ReadStripe
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.server.blocks import stripes_of
+from keepstep.checkpoint.server.blocks import SnapshotIncomplete, stripes_of
 from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import FileRange
@@ -63,6 +63,8 @@ class ParityMemory:
         self._parity: dict[SnapshotId, SnapshotParity] = {}
         self._protected: set[SnapshotId] = set()
         self._free: list[Arena] = []
+        # The last generation whose ranks here seal nothing more, and what they sealed last.
+        self._ended: tuple[int, SnapshotId | None] = (0, None)
         self._is_stopping = False
 
     @property
@@ -83,6 +85,16 @@ class ParityMemory:
         """Protect snapshots by another generation's group from now on."""
         with self._changed:
             self._group = group
+            self._changed.notify_all()
+
+    def end_generation(self, last_sealed: SnapshotId | None) -> None:
+        """Let no other node wait for what this node's ranks have not sealed.
+
+        Args:
+            last_sealed: the snapshot whose table is being computed; None if none is.
+        """
+        with self._changed:
+            self._ended = self._group.generation, last_sealed
             self._changed.notify_all()
 
     def is_protected(self, snapshot: SnapshotId) -> bool:
@@ -170,6 +182,7 @@ class ParityMemory:
 
         Raises:
             SnapshotUnavailable: the snapshot is not complete here in time.
+            SnapshotIncomplete: it never will be.
             ValueError: there is no such stripe.
         """
         snapshot = request.snapshot
@@ -257,15 +270,23 @@ class ParityMemory:
     def _wait_for_own_table(self, snapshot: SnapshotId) -> ShardTable:
         """Return the table of this node's own bytes, once its ranks have sealed them."""
 
+        def is_incomplete() -> bool:
+            generation, last_sealed = self._ended
+            return generation >= snapshot.generation and snapshot != last_sealed
+
         def is_settled() -> bool:
             is_over = self._is_stopping or self._group.generation > snapshot.generation
-            return is_over or snapshot in self._own_tables
+            return is_over or is_incomplete() or snapshot in self._own_tables
 
         with self._changed:
             self._changed.wait_for(is_settled, _ANSWER_TIMEOUT_S)
-            if snapshot not in self._own_tables:
-                raise SnapshotUnavailable(f"step {snapshot.step} is not sealed here")
-            return self._own_tables[snapshot]
+            if snapshot in self._own_tables:
+                return self._own_tables[snapshot]
+            if is_incomplete():
+                raise SnapshotIncomplete(
+                    f"step {snapshot.step} was not sealed here before its generation ended"
+                )
+            raise SnapshotUnavailable(f"step {snapshot.step} is not sealed here")
 
     def _own_ranges(self, snapshot: SnapshotId, start: int, stop: int) -> list[FileRange]:
         """Return the memory of a range of this node's own bytes, shard by shard."""

@@ -26,6 +26,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.parity.erasure import parity_rows
 from keepstep.checkpoint.server.blocks import (
     ServerConnections,
+    SnapshotIncomplete,
     combine,
     receive_head,
     send_request,
@@ -133,8 +134,13 @@ class Protection:
             self._on_protected(snapshot)
 
     def finish_protection(self, timeout_s: float) -> None:
-        """Wait until nothing is under way that can be completed, or the time is up."""
+        """Wait until nothing is under way that can be completed, or the time is up.
+
+        For the end of a generation, once this node's ranks seal nothing more: other nodes do not
+        wait any longer for what they have not sealed.
+        """
         with self._changed:
+            self._parity.end_generation(self._pending)
             self._changed.wait_for(lambda: self._pending is None, timeout_s)
 
     def retain_only(self, snapshots: Collection[SnapshotId]) -> None:
@@ -214,7 +220,8 @@ class Protection:
                     if not has_table and isinstance(error, SnapshotUnavailable):
                         log.error("step %d is not protected: %s", snapshot.step, error)
                         return
-                    self._note_obstacle(snapshot, error)
+                    if not stop.is_set():
+                        self._note_obstacle(snapshot, error)
                     self._connections.retain_only(())
                 if has_table and self._parity.own_table(snapshot) is None:
                     return
@@ -242,10 +249,13 @@ class Protection:
         return is_published
 
     def _note_obstacle(self, snapshot: SnapshotId, error: Exception) -> None:
-        """Log what is in the way, once. Of a peer that is gone the agents learn."""
+        """Log what is in the way, once. Of a failure among the peers the agents learn."""
         text = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
         obstacle = (snapshot, text)
-        if not isinstance(error.__cause__, PeerUnavailable) and obstacle != self._obstacle:
+        is_failure = isinstance(error, SnapshotIncomplete) or isinstance(
+            error.__cause__, PeerUnavailable
+        )
+        if not is_failure and obstacle != self._obstacle:
             self._obstacle = obstacle
             log.warning("step %d is not protected yet, trying again: %s", snapshot.step, text)
 

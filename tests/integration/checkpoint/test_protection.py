@@ -19,8 +19,17 @@ from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.memory.messages import FinishProtection, Verify
+from keepstep.checkpoint.memory.messages import (
+    SNAPSHOT_PROTOCOL,
+    FinishProtection,
+    ReadStripe,
+    StripeBytes,
+    Verify,
+)
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.parity.stripes import Stripes
+from keepstep.checkpoint.server.blocks import SnapshotIncomplete, receive_head
+from keepstep.transport import Identity, connect
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
 RANKS_PER_NODE = 2
@@ -172,6 +181,26 @@ def test_a_node_that_has_not_sealed_only_delays_the_others(cluster: Cluster) -> 
     take(cluster, 1, 3, shards)
     for server in cluster.living:
         server.wait_until_protected(SnapshotId(generation, 1))
+
+
+def test_what_a_node_has_not_sealed_at_its_generations_end_is_not_waited_for(
+    cluster: Cluster,
+) -> None:
+    """A recovery waited a second for it, whenever a rank was lost before it had sealed."""
+    cluster.revive()
+    snapshot = SnapshotId(cluster.begin(1), 1)
+    server, *_ = cluster.living
+    stripes = Stripes(cluster.size, 1)
+    with connect(server.address, SNAPSHOT_PROTOCOL, Identity("peer", SECRET)) as peer:
+        for stripe in range(cluster.size):
+            if stripes.number(stripe, 0) < stripes.data:
+                peer.send(ReadStripe(snapshot=snapshot, stripe=stripe))
+                server.ask(FinishProtection())
+                with pytest.raises(SnapshotIncomplete, match="step 1 was not sealed here before"):
+                    receive_head(peer, StripeBytes)
+    # Had they not ended after all, it would be protected as ever.
+    shards = random_shards(8)
+    take_and_commit(cluster, 1, shards)
 
 
 def test_parity_follows_the_step_and_memory_does_not_grow(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server import blocks
 from keepstep.checkpoint.server import protection as protection_module
-from keepstep.checkpoint.server.blocks import ServerConnections
+from keepstep.checkpoint.server.blocks import ServerConnections, SnapshotIncomplete
 from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.transport import Identity, PeerUnavailable
@@ -204,6 +205,54 @@ def test_shard_that_was_given_up_is_no_changed_memory(monkeypatch: pytest.Monkey
         protection.stop()
         protection.close()
         memory.close()
+
+
+def test_what_is_sealed_at_the_end_of_a_generation_is_given_to_others_once_it_is_summed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While its table is computed, it is not taken for a snapshot that was never sealed."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def compute(snapshot: SnapshotId) -> tuple[()]:
+        began.set()
+        may_end.wait()
+        return ()
+
+    with opened(lambda _: None) as protection, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(protection, "_compute_shard_table", compute)
+        monkeypatch.setattr(protection, "_encode", lambda *_: None)
+        protection.open_generation(PAIR)
+        protection.protect(OLDER)
+        began.wait()
+        try:
+            protection.finish_protection(0)
+            reading = pool.submit(protection._parity._wait_for_own_table, OLDER)
+            with pytest.raises(SnapshotIncomplete):
+                protection._parity._wait_for_own_table(NEWER)
+        finally:
+            may_end.set()
+        assert reading.result(patient(60)) == ()
+
+
+def test_nobody_is_told_of_a_snapshot_that_a_peer_has_not_sealed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = queue.SimpleQueue[None]()
+
+    def encode(*_: object) -> None:
+        tries.put(None)
+        raise SnapshotIncomplete("step 1 was not sealed here before its generation ended")
+
+    monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
+    with opened(lambda _: None) as protection:
+        compute_nothing(protection, monkeypatch)
+        monkeypatch.setattr(protection, "_encode", encode)
+        monkeypatch.setattr(protection._parity, "own_table", lambda snapshot: ())
+        protection.open_generation(PAIR)
+        protection.protect(OLDER)
+        for _ in range(3):
+            tries.get(timeout=patient(60))
+    assert caplog.messages == []
 
 
 def test_a_table_of_shards_that_are_taken_again_is_not_given_to_others(
