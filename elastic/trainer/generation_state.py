@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable
 from keepstep.elastic.trainer.bad_steps import StepJudge
+from keepstep.elastic.trainer.compiled_code import drop_compiled_code
 from keepstep.elastic.trainer.failed_frames import forget_locals
 from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.passes import Passes
@@ -277,8 +277,5 @@ class GenerationState:
             self._snapshots.close()
         self._snapshots = None
         self._replicas.leave()
-        if "torch._dynamo" in sys.modules:
-            # What was compiled belongs to models and process groups that are gone, and finds the
-            # new groups by the names of the old ones.
-            torch._dynamo.reset()
+        drop_compiled_code()
         gc.collect()
