@@ -17,9 +17,8 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Entry
-from keepstep.checkpoint.live.packing import signature_of, views_over
+from keepstep.checkpoint.live.packing import views_over
 from keepstep.checkpoint.live.state_copies import StateCopies, copies_from
-from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.memory.arena import Arena
 
 _NUMBER = 0
@@ -94,8 +93,14 @@ class SharedBuffer:
         self._device, self._copies, self._arena = device, copies, arena
         return True
 
-    def begin_copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> Future[None]:
+    def begin_copy(
+        self, sources: Sequence[torch.Tensor], entries: tuple[Entry, ...]
+    ) -> Future[None]:
         """Begin to copy tensors to their places, once all queued before on their device is done.
+
+        Args:
+            sources: the tensors; while `entries` is the same object, of the same shapes and dtypes.
+            entries: their places.
 
         Returns:
             What is done when the copy is; its exception is a RuntimeError if the device has failed.
@@ -106,9 +111,10 @@ class SharedBuffer:
         assert self._arena is not None, "memory is reserved before"
         self._await_copy()
         if entries is not self._entries:
-            self._views = views_over(self._arena, entries, signature_of(tensors))
+            signature = [(source.shape, source.dtype) for source in sources]
+            self._views = views_over(self._arena, entries, signature)
             self._entries = entries
-        sources, done = [tensor.data for tensor in tensors], Future[None]()
+        done = Future[None]()
         if self._queue is None:
             tasks = queue.SimpleQueue[Callable[[], None] | None]()
             # It may wait for a device that never answers, which must not keep the process alive.
