@@ -123,7 +123,9 @@ class SharedBuffer:
             ).start()
             self._queue = tasks
         mark = self._copies.mark()
-        self._queue.put(partial(_copy, self._copies, self._views, sources, mark, done))
+        with torch.inference_mode():
+            finish = self._copies.begin(self._views, sources, mark)
+        self._queue.put(partial(_finish, self._copies, finish, done))
         self._copying = done
         return done
 
@@ -158,18 +160,12 @@ def _perform(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         del task
 
 
-def _copy(
-    copies: StateCopies,
-    views: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    mark: object,
-    done: Future[None],
-) -> None:
+def _finish(copies: StateCopies, finish: Callable[[], None], done: Future[None]) -> None:
     try:
         copies.bind()
         # The caller may have made the views in this mode; then they can be written in no other.
         with torch.inference_mode():
-            copies.copy(views, sources, mark)
+            finish()
     except BaseException as error:  # noqa: BLE001 - the thread's edge: the result raises it
         done.set_exception(error)
     else:

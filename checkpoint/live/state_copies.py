@@ -11,7 +11,8 @@ using it there would make a context on it for every worker of the node: `bind` c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -70,6 +71,15 @@ class StateCopies(Protocol):
         """
         ...
 
+    def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
+        """Begin to copy as `copy` does, as far as the device can without the host.
+
+        Returns:
+            What does the rest, in any thread that is bound, and returns when all is done. It raises
+            as `copy` does.
+        """
+        ...
+
 
 def copies_from(device: torch.device) -> StateCopies:
     """Return what copies from a device."""
@@ -98,6 +108,10 @@ class HostCopies:
     def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
         """Copy each source into its target."""
         copy_tensors(targets, sources)
+
+    def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
+        """Return what copies."""
+        return partial(self.copy, targets, sources, after)
 
 
 class CudaCopies:
@@ -157,6 +171,13 @@ class CudaCopies:
         Raises:
             RuntimeError: the device has failed.
         """
+        self.begin(targets, sources, after)()
+
+    def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
+        """Queue all copies; return what waits for them.
+
+        A thread of its own would have to wait for the GIL to queue each.
+        """
         assert isinstance(after, torch.cuda.Event), "a mark of `mark`"
         # Waiting for the default kind of event takes a core for as long as the copy takes.
         done = torch.cuda.Event(blocking=True)
@@ -167,7 +188,14 @@ class CudaCopies:
                     # What comes from another device is ordered by that one's streams, not by ours.
                     is_own = source.device == self._device
                     target.copy_(source, non_blocking=is_own)
-        finally:
-            # Also after an error: the sources must live as long as the stream may read them.
+        except BaseException:
             done.record(self._stream)
             done.synchronize()
+            raise
+        done.record(self._stream)
+        return partial(_await_event, done, sources)
+
+
+def _await_event(done: torch.cuda.Event, sources: Tensors) -> None:
+    """Wait for the end of copies; their sources live until then, for the stream reads them."""
+    done.synchronize()

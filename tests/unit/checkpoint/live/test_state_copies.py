@@ -1,6 +1,7 @@
 """Claims about copies from a GPU, by a runtime that records what it is asked for."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +122,25 @@ def test_copy_begins_after_the_mark_and_its_end_is_waited_for_without_spinning(
         "event of the copy",
         "host waits",
     ]
+
+
+def test_copies_are_queued_by_the_caller_and_waited_for_elsewhere(
+    runtime: Runtime, arena: Arena
+) -> None:
+    """A thread that queued them waited for the GIL while the caller captured the state."""
+    copies = CudaCopies(GPU)
+    source, target = torch.arange(4.0), torch.zeros(4)
+    held = weakref.ref(source)
+    wait = copies.begin([target], [source], copies.mark())
+    assert runtime.calls[-1] == "event of the copy"
+    expected = source.clone()
+    del source
+    assert held() is not None
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert runtime.calls[-1] == "host waits"
+    assert torch.equal(target, expected)
 
 
 class Source:
