@@ -67,7 +67,7 @@ def reason_to_close(
         first = min(causes or failures, key=lambda failure: failure.at_s)
         return Closing(
             number,
-            first.message.partition("\n")[0],
+            first.summary,
             True,
             min(failure.at_s for failure in failures),
         )
@@ -182,7 +182,7 @@ def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Clo
     if lost:
         why = f"lost {', '.join(lost)}"
     elif failures:
-        why = min(failures, key=lambda failure: failure.at_s).message.partition("\n")[0]
+        why = min(failures, key=lambda failure: failure.at_s).summary
     else:
         return None
     return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")

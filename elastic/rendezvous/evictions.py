@@ -30,8 +30,7 @@ def end_failures(
     plural = "s" if policy.max_restarts != 1 else ""
     restarts = f"after {policy.max_restarts} restart{plural} without progress"
     if node and can_do_without(policy, view, node):
-        what, _, _ = cause.message.partition("\n")
-        return Evict(node, Eviction(f"{what} ({restarts})", may_return=True))
+        return Evict(node, Eviction(f"{cause.summary} ({restarts})", may_return=True))
     return Finish(Result(False, _noted(cause.message, restarts)))
 
 

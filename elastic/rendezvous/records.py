@@ -149,6 +149,11 @@ class Failure(Record):
     rank: int | None = None
     error: str = ""
 
+    @property
+    def summary(self) -> str:
+        """The message without the traceback that may follow its first line."""
+        return self.message.partition("\n")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class PersistedPart(Record):
