@@ -200,7 +200,7 @@ class WorkerGroup:
         if self._warm_up_failures >= _MAX_WARM_UP_FAILURES:
             raise JobFailed(
                 "worker processes end while they warm up; what they printed is above. "
-                "Is PyTorch installed?"
+                "Is PyTorch installed, and every module of --preload?"
             )
         while len(self._idle) < self._size:
             self._idle.append(self._start())

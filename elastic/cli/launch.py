@@ -53,7 +53,11 @@ def launch(**options: Any) -> int:
     )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     command = parse_command(
-        options["script"], options["arguments"], options["module"], options["no_python"]
+        options["script"],
+        options["arguments"],
+        options["module"],
+        options["no_python"],
+        options["preload"],
     )
     min_nodes, max_nodes = parse_nodes(options["nnodes"])
     if options["parity"] < 0 or options["group_size"] < 1:
@@ -140,7 +144,13 @@ def parse_workers(text: str) -> int:
     return int(text)
 
 
-def parse_command(script: str, arguments: tuple[str, ...], module: bool, program: bool) -> Command:
+def parse_command(
+    script: str,
+    arguments: tuple[str, ...],
+    module: bool,
+    program: bool,
+    preload: tuple[str, ...] = (),
+) -> Command:
     """Return the command that the workers run.
 
     Args:
@@ -148,15 +158,18 @@ def parse_command(script: str, arguments: tuple[str, ...], module: bool, program
         arguments: arguments of the command.
         module: `script` is a module.
         program: `script` is a program in PATH.
+        preload: names of modules that workers import while they warm up.
 
     Raises:
-        UsageError: the script or program does not exist.
+        UsageError: the script or program does not exist, or a program has modules to import.
     """
     if module and program:
         raise UsageError("--module and --no-python exclude each other")
     if module:
-        return Command(CommandKind.MODULE, script, arguments)
+        return Command(CommandKind.MODULE, script, arguments, preload)
     if program:
+        if preload:
+            raise UsageError("--preload needs a Python script, and --no-python runs a program")
         path = shutil.which(script)
         if path is None:
             raise UsageError(f"--no-python {script}: no such program in PATH")
@@ -165,7 +178,7 @@ def parse_command(script: str, arguments: tuple[str, ...], module: bool, program
         raise UsageError(
             f"script {script} does not exist (use -m for a module, --no-python for a program)"
         )
-    return Command(CommandKind.SCRIPT, script, arguments)
+    return Command(CommandKind.SCRIPT, script, arguments, preload)
 
 
 def _count_accelerators() -> int:

@@ -187,6 +187,13 @@ _SECRET_FILE = click.option(
     help="Import PyTorch once and fork the workers, or have each worker import it.",
 )
 @click.option(
+    "--preload",
+    metavar="MODULE",
+    multiple=True,
+    help="Module that workers import while they warm up, such as transformers, so that one that"
+    " replaces another does not; may be given several times.",
+)
+@click.option(
     "--parity",
     default=1,
     show_default=True,

@@ -57,7 +57,7 @@ def main() -> None:
     is_recorded = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))
     log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
     if command.kind is not CommandKind.PROGRAM:
-        _warm_up()
+        _warm_up(command)
         if is_recorded:
             telemetry.prepare()
     session = open_session()
@@ -112,21 +112,42 @@ def import_early() -> None:
         gc.enable()
 
 
-def _warm_up() -> None:
+def import_preloaded(command: Command) -> None:
+    """Import the modules that the user has named, from where the script would.
+
+    Raises:
+        ImportError: there is no such module.
+    """
+    directory = _directory(command)
+    sys.path.insert(0, directory)
+    for name in command.preload:
+        importlib.import_module(name)
+    # The script is given it once it runs.
+    sys.path.remove(directory)
+
+
+def _directory(command: Command) -> str:
+    """Return where Python would look first for what the script imports."""
+    if command.kind is CommandKind.MODULE:
+        return os.getcwd()
+    return str(Path(command.target).resolve().parent)
+
+
+def _warm_up(command: Command) -> None:
     """Import what a script needs, and let PyTorch compute a step, after which it is faster."""
+    import_preloaded(command)
     import_early()
     warm_up.compute_step()
 
 
 def _run(session: Session, command: Command) -> None:
     sys.argv = [command.target, *command.arguments]
+    # Started with -P: the interpreter has put no folder of a script at the front.
+    sys.path.insert(0, _directory(command))
     try:
         if command.kind is CommandKind.MODULE:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         else:
-            # Started with -P: the interpreter has put no folder of a script at the front.
-            sys.path.insert(0, str(Path(command.target).resolve().parent))
             # Absolute, so that `__file__` stays right when the script changes its directory.
             runpy.run_path(os.path.abspath(command.target), run_name="__main__")
     except SystemExit as stop:

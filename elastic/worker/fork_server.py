@@ -42,6 +42,7 @@ from keepstep.elastic.worker.fork_messages import (
     Prepared,
     Unable,
 )
+from keepstep.elastic.worker.messages import Command
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
 
@@ -243,6 +244,7 @@ def main() -> None:
     connection = Connection.over_pair(
         socket.socket(fileno=control), FORK_PROTOCOL.server, "the agent"
     )
+    bootstrap.import_preloaded(Command.decode(os.environ["KEEPSTEP_COMMAND"]))
     bootstrap.import_early()
     if telemetry.RECORD_VARIABLE in os.environ:
         importlib.import_module("keepstep.monitor.telemetry.attachment")

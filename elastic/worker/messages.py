@@ -37,11 +37,15 @@ class CommandKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the user asked to run."""
+    """What the user asked to run.
+
+    `preload` are modules that workers import while they warm up.
+    """
 
     kind: CommandKind
     target: str
     arguments: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
 
     def encode(self) -> str:
         """Return the command as JSON."""

@@ -17,6 +17,7 @@ import pytest
 
 from keepstep.elastic.agent import fork_server_process
 from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
+from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.monitor.progress import ProgressBoard
 from tests.unit.elastic.agent.test_worker_group import Group, places, play
@@ -106,6 +107,60 @@ def test_forked_worker_is_to_its_script_what_one_that_was_started_is(tmp_path: P
         assert "keepstep.elastic.worker.bootstrap" in own["command"]
 
     play(scenario())
+
+
+PRELOADED = """
+import sys
+from pathlib import Path
+
+is_early = "heavy" in sys.modules
+import heavy
+
+Path(sys.argv[1]).write_text(f"{is_early} {heavy.KNOWN_RANK} {sys.path.count(sys.path[0])}")
+"""
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_modules_that_the_user_names_are_imported_before_the_worker_has_a_place(
+    tmp_path: Path, forks: bool
+) -> None:
+    """Also those beside the script. To import them is what a replacement took longest for."""
+    (tmp_path / "heavy.py").write_text('import os; KNOWN_RANK = os.environ.get("RANK")')
+    (tmp_path / "script.py").write_text(PRELOADED)
+    found = tmp_path / "found"
+    command = Command(
+        CommandKind.SCRIPT, str(tmp_path / "script.py"), (str(found),), preload=("heavy",)
+    )
+
+    async def scenario() -> None:
+        async with group_of(command, 1, forks=forks) as group:
+            await group.enter(places(1, 1))
+            await group.until(lambda: group.done)
+        assert found.read_text() == "True None 1"
+
+    play(scenario())
+
+
+def test_module_that_cannot_be_imported_ends_the_job_and_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = Command(CommandKind.SCRIPT, str(tmp_path / "script.py"), preload=("heavy",))
+
+    async def scenario() -> None:
+        fork_server = ForkServerProcess.start(command, os.environ)
+        group = Group(command, 1, os.environ, fork_server)
+        try:
+            for _ in range(3):
+                group.warm_up()
+                await group.until(lambda: not group._idle)
+            with pytest.raises(JobFailed, match="every module of --preload"):
+                group.warm_up()
+        finally:
+            await group.stop(0.0)
+            await fork_server.close()
+
+    play(scenario())
+    assert "No module named 'heavy'" in capfd.readouterr().err
 
 
 def test_worker_that_nobody_waits_for_is_killed_and_the_end_of_the_server_ends_no_other(
