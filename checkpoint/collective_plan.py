@@ -171,9 +171,8 @@ def agree_on_save(
 
     def prepare() -> tuple[LiveState, Signature, _Prepared | None]:
         check_compression(compression)
-        with collections_put_off():
-            live = capture()
-            signature = signature_of(live.tensors, compression)
+        live = capture()
+        signature = signature_of(live.tensors, compression)
         plan = cache.plan_for(signature)
         begin(live.tensors, plan)
         if rank() == 0:

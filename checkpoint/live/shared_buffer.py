@@ -1,8 +1,8 @@
 """Copies live tensors into memory that is shared with another process, and kept for the next copy.
 
-A thread copies, by calls that do not hold the GIL: meanwhile the ranks can agree. From a GPU it
-copies into page-locked memory. The first copy pays for the memory: its pages are made before they
-are written.
+A thread copies, by calls that do not hold the GIL: meanwhile the ranks can agree. Copies from a GPU
+into page-locked memory are queued by the caller; the thread waits for them. The first copy pays for
+the memory: its pages are made before they are written.
 """
 
 from __future__ import annotations

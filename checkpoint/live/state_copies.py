@@ -174,28 +174,43 @@ class CudaCopies:
         self.begin(targets, sources, after)()
 
     def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
-        """Queue all copies; return what waits for them.
+        """Queue the copies from the device; return what copies the rest, and waits for all.
 
         A thread of its own would have to wait for the GIL to queue each.
         """
         assert isinstance(after, torch.cuda.Event), "a mark of `mark`"
         # Waiting for the default kind of event takes a core for as long as the copy takes.
         done = torch.cuda.Event(blocking=True)
+        others = []
         try:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(after)
                 for target, source in zip(targets, sources, strict=True):
-                    # What comes from another device is ordered by that one's streams, not by ours.
-                    is_own = source.device == self._device
-                    target.copy_(source, non_blocking=is_own)
+                    if source.device == self._device:
+                        target.copy_(source, non_blocking=True)
+                    else:
+                        others.append((target, source))
         except BaseException:
             done.record(self._stream)
             done.synchronize()
             raise
         done.record(self._stream)
-        return partial(_await_event, done, sources)
+        return partial(self._finish, done, sources, others)
 
+    def _finish(
+        self,
+        done: torch.cuda.Event,
+        sources: Tensors,
+        others: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Copy what is on other devices, and wait; `sources` live until the stream has read them.
 
-def _await_event(done: torch.cuda.Event, sources: Tensors) -> None:
-    """Wait for the end of copies; their sources live until then, for the stream reads them."""
-    done.synchronize()
+        The host is busy with what comes from other devices: their streams order it, not this one.
+        """
+        try:
+            if others:
+                with torch.cuda.stream(self._stream):
+                    for target, source in others:
+                        target.copy_(source, non_blocking=False)
+        finally:
+            done.synchronize()

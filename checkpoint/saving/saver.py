@@ -47,7 +47,6 @@ from keepstep.checkpoint.saving.background import (
 )
 from keepstep.checkpoint.saving.commit_round import as_told_by
 from keepstep.checkpoint.saving.handle import SaveHandle
-from keepstep.checkpoint.saving.last_copied import EarlySources, LastCopied
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
 from keepstep.checkpoint.server.memory_budget import available_nbytes
@@ -77,14 +76,6 @@ class _Capture:
     copied: Future[None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _EarlyCopy:
-    """A copy that has begun before the state was captured."""
-
-    sources: EarlySources
-    done: Future[None]
-
-
 class Saver:
     """Saves without blocking training. Owns shared memory, a thread and a process; `close` ends it.
 
@@ -107,8 +98,6 @@ class Saver:
         self._buffer_file: BufferFile | None = None
         self._plans = PlanCache()
         self._plan: SavePlan | None = None
-        self._last_copied: LastCopied | None = None
-        self._copies_early = True
         self._last: SaveHandle | None = None
         self._is_closed = False
 
@@ -143,12 +132,11 @@ class Saver:
         # The process starts while the first copy's memory is prepared.
         self._background.start()
         failure = self.finish()
-        early = self._begin_early()
         captured: _Capture | None = None
 
         def begin(tensors: Sequence[LiveTensor], shared: SharedPlan | None) -> None:
             nonlocal captured
-            captured = self._captured(tensors, shared, early)
+            captured = self._captured(tensors, shared)
 
         agreed = agree_on_save(
             lambda: capture(state, descriptions, config),
@@ -247,22 +235,7 @@ class Saver:
             self._plans.keep(None)
             raise
 
-    def _begin_early(self) -> _EarlyCopy | None:
-        """Begin to copy what the last save has copied, if all of it is still in place."""
-        plan, last = self._plan, self._last_copied
-        if plan is None or last is None or not self._buffer.fits(plan.nbytes, last.device):
-            return None
-        sources = last.sources()
-        if sources is None:
-            return None
-        try:
-            return _EarlyCopy(sources, self._buffer.begin_copy(sources.data, plan.entries))
-        except RuntimeError:
-            return None
-
-    def _captured(
-        self, tensors: Sequence[LiveTensor], shared: SharedPlan | None, early: _EarlyCopy | None
-    ) -> _Capture:
+    def _captured(self, tensors: Sequence[LiveTensor], shared: SharedPlan | None) -> _Capture:
         """Note the tensors' versions, and begin to copy them if the last plan fits them."""
         watched = WatchedTensors.of(tensors)
         versions = watched.versions()
@@ -270,15 +243,10 @@ class Saver:
         if plan is None or plan.shared is not shared:
             return _Capture(watched=watched, versions=versions)
         copied = [tensors[i] for i in plan.copied]
-        if early is not None:
-            if early.sources.are(copied):
-                return _Capture(watched=watched, versions=versions, plan=plan, copied=early.done)
-            # What writes to a state while it is captured does so every time.
-            self._copies_early, self._last_copied = False, None
         if not self._buffer.fits(plan.nbytes, _device_of(copied)):
             return _Capture(watched=watched, versions=versions)
         try:
-            done = self._begin_fitting(plan, copied)
+            done = self._buffer.begin_copy([tensor.data for tensor in copied], plan.entries)
         except RuntimeError:
             # It is tried again when the ranks have agreed; then the save alone fails.
             return _Capture(watched=watched, versions=versions)
@@ -331,14 +299,7 @@ class Saver:
             self._background.end_process()
         if self._buffer.reserve(plan.nbytes, device, available_nbytes):
             self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)
-        return self._begin_fitting(plan, tensors)
-
-    def _begin_fitting(self, plan: SavePlan, tensors: Sequence[LiveTensor]) -> Future[None]:
-        """Begin to copy tensors into the buffer, and note them for the next save."""
-        done = self._buffer.begin_copy([tensor.data for tensor in tensors], plan.entries)
-        if self._copies_early:
-            self._last_copied = LastCopied.of(tensors, _device_of(tensors))
-        return done
+        return self._buffer.begin_copy([tensor.data for tensor in tensors], plan.entries)
 
 
 def told_failure(failures: Sequence[Json]) -> RankFailed | None:

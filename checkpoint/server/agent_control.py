@@ -78,16 +78,27 @@ class AgentChannel:
 
 
 class AgentCommands:
-    """Carries out the agent's commands, one after the other."""
+    """Carries out the agent's commands, one after the other.
+
+    Args:
+        ranks: how many ranks the node has.
+        memory: the node's snapshots.
+        protection: their parity.
+        rebuilder: makes lost shards good.
+        restore_check: compares what was restored.
+        persistence: stores snapshots.
+    """
 
     def __init__(
         self,
+        ranks: int,
         memory: SnapshotMemory,
         protection: Protection,
         rebuilder: Rebuilder,
         restore_check: RestoreCheck,
         persistence: Persistence,
     ) -> None:
+        self._ranks = ranks
         self._memory = memory
         self._protection = protection
         self._rebuilder = rebuilder
@@ -122,7 +133,9 @@ class AgentCommands:
                 self._memory.expect(snapshot, ranks)
                 self._rebuilder.rebuild(snapshot, command.group, command.lost, ranks)
             case FinishProtection():
-                self._protection.finish_protection(_DRAIN_TIMEOUT_S)
+                held = self._memory.sealed()
+                sealed = {each.snapshot for each in held if len(each.ranks) == self._ranks}
+                self._protection.finish_protection(sealed, _DRAIN_TIMEOUT_S)
             case Verify():
                 self._discard_damaged()
             case CommitSnapshot(snapshot=snapshot):

@@ -63,8 +63,8 @@ class ParityMemory:
         self._parity: dict[SnapshotId, SnapshotParity] = {}
         self._protected: set[SnapshotId] = set()
         self._free: list[Arena] = []
-        # The last generation whose ranks here seal nothing more, and what they sealed last.
-        self._ended: tuple[int, SnapshotId | None] = (0, None)
+        # The last generation in which the ranks here seal nothing more, and what they have sealed.
+        self._ended: tuple[int, frozenset[SnapshotId]] = (0, frozenset())
         self._is_stopping = False
 
     @property
@@ -87,14 +87,14 @@ class ParityMemory:
             self._group = group
             self._changed.notify_all()
 
-    def end_generation(self, last_sealed: SnapshotId | None) -> None:
-        """Let no other node wait for what this node's ranks have not sealed.
+    def end_generation(self, sealed: Collection[SnapshotId]) -> None:
+        """Let no other node wait for what this node's ranks have not sealed in the generation.
 
         Args:
-            last_sealed: the snapshot whose table is being computed; None if none is.
+            sealed: what all of them have; the tables of some may be computed yet.
         """
         with self._changed:
-            self._ended = self._group.generation, last_sealed
+            self._ended = self._group.generation, frozenset(sealed)
             self._changed.notify_all()
 
     def is_protected(self, snapshot: SnapshotId) -> bool:
@@ -271,8 +271,8 @@ class ParityMemory:
         """Return the table of this node's own bytes, once its ranks have sealed them."""
 
         def is_incomplete() -> bool:
-            generation, last_sealed = self._ended
-            return generation >= snapshot.generation and snapshot != last_sealed
+            generation, sealed = self._ended
+            return generation >= snapshot.generation and snapshot not in sealed
 
         def is_settled() -> bool:
             is_over = self._is_stopping or self._group.generation > snapshot.generation

@@ -133,14 +133,18 @@ class Protection:
         if is_published:
             self._on_protected(snapshot)
 
-    def finish_protection(self, timeout_s: float) -> None:
+    def finish_protection(self, sealed: Collection[SnapshotId], timeout_s: float) -> None:
         """Wait until nothing is under way that can be completed, or the time is up.
 
         For the end of a generation, once this node's ranks seal nothing more: other nodes do not
         wait any longer for what they have not sealed.
+
+        Args:
+            sealed: the snapshots that all of the node's ranks have sealed.
+            timeout_s: how long to wait, in seconds.
         """
+        self._parity.end_generation(sealed)
         with self._changed:
-            self._parity.end_generation(self._pending)
             self._changed.wait_for(lambda: self._pending is None, timeout_s)
 
     def retain_only(self, snapshots: Collection[SnapshotId]) -> None:

@@ -79,6 +79,7 @@ class SnapshotServer:
             self._memory, self._plan_answers, identity, config.limits.storage, self._agent.send
         )
         self._commands = AgentCommands(
+            config.ranks,
             self._memory,
             self._protection,
             self._rebuilder,

@@ -23,7 +23,6 @@ from keepstep.checkpoint.memory.messages import (
     AgentReply,
     AgentRequest,
     CommitSnapshot,
-    FinishProtection,
     NodeHoldings,
     OpenGeneration,
     Protected,
@@ -219,7 +218,7 @@ class Cluster:
         """
         snapshot = SnapshotId(self.generation, step)
         for server in self.living:
-            while snapshot not in server.ask(FinishProtection()).protected:
+            while snapshot not in server.holdings().protected:
                 # A server whose peer is gone tries again: its generation is not over yet.
                 if self.is_broken.wait(0.01):
                     raise SnapshotUnavailable("a node is gone")

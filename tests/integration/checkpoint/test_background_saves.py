@@ -301,51 +301,6 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
     assert events == (["copy", "submit"] if is_last_plan_followed else ["copy", "submit", "copy"])
 
 
-class CountsCaptures(torch.nn.Module):
-    """Writes to a buffer whenever its state is captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(2**18))
-        self.register_buffer("captures", torch.zeros(2**18))
-        self.register_state_dict_pre_hook(lambda *_: self.captures.add_(1))
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_copy_begins_before_the_capture_and_again_if_that_writes(
-    tmp_path: Path, saver: checkpoint.Saver, monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    events: list[str] = []
-    begin_copy, capture = SharedBuffer.begin_copy, saver_module.capture
-
-    def begin_and_note(*arguments: Any) -> Future[None]:
-        events.append("copy")
-        copying = begin_copy(*arguments)
-        copying.result(patient(LIMIT_S))
-        return copying
-
-    def capture_and_note(*arguments: Any) -> Any:
-        events.append("capture")
-        return capture(*arguments)
-
-    monkeypatch.setattr(SharedBuffer, "begin_copy", begin_and_note)
-    monkeypatch.setattr(saver_module, "capture", capture_and_note)
-    writing = CountsCaptures()
-    values = {"model": writing} if writes else {"a": writing.weight}
-    for step in (1, 2, 3):
-        with torch.no_grad():
-            writing.weight.fill_(step)
-        saver.save(str(tmp_path), values, step=step).wait(patient(LIMIT_S))
-    late, early = ["capture", "copy"], ["copy", "capture"]
-    assert events == [*late, *((*early, "copy", *late) if writes else (*early, *early))]
-    for step in (1, 2, 3):
-        weight, captures = torch.zeros(2**18), torch.zeros(2**18)
-        filled = {"model": {"weight": weight, "captures": captures}} if writes else {"a": weight}
-        checkpoint.load(str(tmp_path), filled, step=step)
-        assert (weight == step).all()
-        assert not writes or (captures == step).all()
-
-
 @pytest.mark.parametrize("is_last_plan_followed", [True, False])
 def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_signs_of_life(
     tmp_path: Path,

@@ -35,11 +35,13 @@ from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 RANKS_PER_NODE = 2
 
 
-def take(cluster: Cluster, step: int, position: int, shards: Sequence[torch.Tensor]) -> None:
-    """Have the ranks of a node take a snapshot."""
+def take(
+    cluster: Cluster, step: int, position: int, shards: Sequence[torch.Tensor], ranks: int = 2
+) -> None:
+    """Have the first ranks of a node take a snapshot."""
     node = cluster.nodes[position]
     assert node is not None
-    for rank in cluster.ranks(position):
+    for rank in cluster.ranks(position)[:ranks]:
         with contextlib.closing(SnapshotClient(node.local, SECRET)) as client:
             snapshotter = Snapshotter(client, cluster.generation, rank, torch.device("cpu"))
             tensor = LiveTensor(
@@ -176,8 +178,8 @@ def test_a_node_that_has_not_sealed_only_delays_the_others(cluster: Cluster) -> 
     shards = random_shards(7)
     for position in range(3):
         take(cluster, 1, position, shards)
-    protected = [server.ask(FinishProtection()).protected for server in cluster.living]
-    assert protected == [(), (), (), ()]
+    protected = [server.ask(FinishProtection()).protected for server in cluster.living[:3]]
+    assert protected == [(), (), ()]
     take(cluster, 1, 3, shards)
     for server in cluster.living:
         server.wait_until_protected(SnapshotId(generation, 1))
@@ -190,6 +192,9 @@ def test_what_a_node_has_not_sealed_at_its_generations_end_is_not_waited_for(
     cluster.revive()
     snapshot = SnapshotId(cluster.begin(1), 1)
     server, *_ = cluster.living
+    shards = random_shards(8)
+    # What one of its two ranks has sealed is not of the node.
+    take(cluster, 1, 0, shards, ranks=1)
     stripes = Stripes(cluster.size, 1)
     with connect(server.address, SNAPSHOT_PROTOCOL, Identity("peer", SECRET)) as peer:
         for stripe in range(cluster.size):
@@ -198,9 +203,6 @@ def test_what_a_node_has_not_sealed_at_its_generations_end_is_not_waited_for(
                 server.ask(FinishProtection())
                 with pytest.raises(SnapshotIncomplete, match="step 1 was not sealed here before"):
                     receive_head(peer, StripeBytes)
-    # Had they not ended after all, it would be protected as ever.
-    shards = random_shards(8)
-    take_and_commit(cluster, 1, shards)
 
 
 def test_parity_follows_the_step_and_memory_does_not_grow(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ import pytest
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.server import blocks
+from keepstep.checkpoint.server import blocks, parity_memory
 from keepstep.checkpoint.server import protection as protection_module
 from keepstep.checkpoint.server.blocks import ServerConnections, SnapshotIncomplete
 from keepstep.checkpoint.server.memory_budget import MemoryBudget
@@ -88,7 +88,7 @@ def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
             # One thread protects all: when the newer one is at its end, the older one has ended.
             assert completing.get(timeout=patient(60)) == NEWER
             began_s = time.monotonic()
-            protection.finish_protection(0.1)
+            protection.finish_protection({OLDER, NEWER}, 0.1)
             assert time.monotonic() - began_s >= 0.1
         finally:
             may_end.release(2)
@@ -218,20 +218,22 @@ def test_what_is_sealed_at_the_end_of_a_generation_is_given_to_others_once_it_is
         may_end.wait()
         return ()
 
-    with opened(lambda _: None) as protection, ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(parity_memory, "_ANSWER_TIMEOUT_S", patient(600))
+    with ThreadPoolExecutor(2) as pool, opened(lambda _: None) as protection:
         monkeypatch.setattr(protection, "_compute_shard_table", compute)
         monkeypatch.setattr(protection, "_encode", lambda *_: None)
         protection.open_generation(PAIR)
         protection.protect(OLDER)
         began.wait()
         try:
-            protection.finish_protection(0)
-            reading = pool.submit(protection._parity._wait_for_own_table, OLDER)
+            ask = protection._parity._wait_for_own_table
+            sealed, unsealed = pool.submit(ask, OLDER), pool.submit(ask, NEWER)
+            protection.finish_protection({OLDER}, 0)
             with pytest.raises(SnapshotIncomplete):
-                protection._parity._wait_for_own_table(NEWER)
+                unsealed.result(patient(60))
         finally:
             may_end.set()
-        assert reading.result(patient(60)) == ()
+        assert sealed.result(patient(60)) == ()
 
 
 def test_nobody_is_told_of_a_snapshot_that_a_peer_has_not_sealed(
@@ -274,6 +276,6 @@ def test_a_table_of_shards_that_are_taken_again_is_not_given_to_others(
         began.wait()
         protection.retain_only(())
         may_end.set()
-        protection.finish_protection(patient(20))
+        protection.finish_protection({OLDER}, patient(20))
         assert protection._parity.own_table(OLDER) is None
         assert not protection.is_protected(OLDER)
