@@ -205,12 +205,14 @@ class CudaCopies:
     ) -> None:
         """Copy what is on other devices, and wait; `sources` live until the stream has read them.
 
-        The host is busy with what comes from other devices: their streams order it, not this one.
+        What comes from another GPU is ordered by that one's streams, so that the host waits for it.
         """
         try:
-            if others:
-                with torch.cuda.stream(self._stream):
-                    for target, source in others:
-                        target.copy_(source, non_blocking=False)
+            host = [pair for pair in others if pair[1].device.type == "cpu"]
+            # In few calls: each needs the GIL again, and optimizers have many small ones.
+            copy_tensors([target for target, _ in host], [source for _, source in host])
+            for target, source in others:
+                if source.device.type != "cpu":
+                    target.copy_(source, non_blocking=False)
         finally:
             done.synchronize()

@@ -22,6 +22,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     Closing,
+    FailureKind,
     Generation,
     NodePhase,
     NodeRecord,
@@ -70,6 +71,7 @@ def reason_to_close(
             first.summary,
             True,
             min(failure.at_s for failure in failures),
+            is_unexplained=first.kind is FailureKind.PEER,
         )
     again = _joined_again(generation, present)
     if again is not None:
@@ -182,7 +184,8 @@ def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Clo
     if lost:
         why = f"lost {', '.join(lost)}"
     elif failures:
-        why = min(failures, key=lambda failure: failure.at_s).summary
+        causes = [failure for failure in failures if failure.kind.is_cause]
+        why = min(causes or failures, key=lambda failure: failure.at_s).summary
     else:
         return None
     return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")

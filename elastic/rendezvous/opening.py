@@ -36,7 +36,6 @@ from keepstep.elastic.rendezvous.rank_limits import largest_sum
 from keepstep.elastic.rendezvous.records import (
     Closing,
     Failure,
-    FailureKind,
     Generation,
     Member,
     NodeRecord,
@@ -173,7 +172,7 @@ def open_next_generation(
             view,
             members,
             old.generation + 1,
-            _reason(closing, old, present, failures.cause) if closing else "",
+            _reason(closing, failures.cause) if closing else "",
             detected_at_s,
             wall_s,
         ),
@@ -189,21 +188,11 @@ def open_next_generation(
     return Decision(LeaderState(), Open(opened))
 
 
-def _reason(
-    closing: Closing, old: Generation, present: Sequence[NodeRecord], cause: Failure | None
-) -> str:
-    """Return why a generation ended.
-
-    A collective that breaks may be reported before what broke it: then it closed for the former.
-    """
-    broken = (record.failure for record in records_in(present, old) if record.failure is not None)
-    if closing.reason not in (f.summary for f in broken if f.kind is FailureKind.PEER):
+def _reason(closing: Closing, cause: Failure | None) -> str:
+    """Return why a generation ended, with a cause that became known after it had closed."""
+    if not closing.is_unexplained or cause is None or not cause.kind.is_cause:
         return closing.reason
-    if cause is not None and cause.kind.is_cause:
-        return cause.summary
-    here = {record.node for record in present}
-    lost = [member.node for member in old.members if member.node not in here]
-    return f"lost {', '.join(lost)}" if lost else closing.reason
+    return f"{cause.summary} (first seen: {closing.reason})"
 
 
 def _await_quorum(

@@ -484,7 +484,8 @@ class Closing(Record):
     """Ends a generation: its members drain.
 
     `abort`: something has failed, so that no member waits for the end of its step. `pauses`: the
-    next generation waits until somebody resumes the job.
+    next generation waits until somebody resumes the job. `is_unexplained`: the reason is a broken
+    collective, and what broke it is not known yet.
     """
 
     generation: int
@@ -492,6 +493,7 @@ class Closing(Record):
     abort: bool
     detected_at_s: float
     pauses: bool = False
+    is_unexplained: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,10 @@ def drop_compiled_code() -> None:
     """Drop what this process has compiled, and its CUDA graphs."""
     if "torch._dynamo" not in sys.modules:
         return
-    # It has each function that Dynamo was given, whatever became of it.
-    was_compiled = bool(torch._dynamo.convert_frame.input_codes.seen)
+    try:
+        # It has each function that Dynamo was given, whatever became of it.
+        was_compiled = bool(torch._dynamo.convert_frame.input_codes.seen)
+    except AttributeError:
+        was_compiled = True  # Other versions of PyTorch may not have these names.
     if was_compiled or "torch._inductor.cudagraph_trees" in sys.modules:
         torch._dynamo.reset()

@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,17 +114,26 @@ def import_early() -> None:
 
 
 def import_preloaded(command: Command) -> None:
-    """Import the modules that the user has named, from where the script would.
+    """Import the modules that the user has named, with the script's path and arguments.
 
     Raises:
         ImportError: there is no such module.
     """
-    directory = _directory(command)
+    if not command.preload:
+        return
+    directory, own_arguments = _directory(command), sys.argv
     sys.path.insert(0, directory)
-    for name in command.preload:
-        importlib.import_module(name)
-    # The script is given it once it runs.
-    sys.path.remove(directory)
+    sys.argv = [command.target, *command.arguments]
+    try:
+        for name in command.preload:
+            importlib.import_module(name)
+    finally:
+        sys.argv = own_arguments
+        # The script is given it once it runs. A module may have set another path.
+        with suppress(ValueError):
+            sys.path.remove(directory)
+    gc.collect()
+    gc.freeze()
 
 
 def _directory(command: Command) -> str:
@@ -135,16 +145,16 @@ def _directory(command: Command) -> str:
 
 def _warm_up(command: Command) -> None:
     """Import what a script needs, and let PyTorch compute a step, after which it is faster."""
-    import_preloaded(command)
     import_early()
+    import_preloaded(command)
     warm_up.compute_step()
 
 
 def _run(session: Session, command: Command) -> None:
     sys.argv = [command.target, *command.arguments]
-    # Started with -P: the interpreter has put no folder of a script at the front.
-    sys.path.insert(0, _directory(command))
     try:
+        # Started with -P: the interpreter has put no folder of a script at the front.
+        sys.path.insert(0, _directory(command))
         if command.kind is CommandKind.MODULE:
             runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         else:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import random
 import socket
 import struct
 import sys
@@ -57,10 +58,12 @@ class ForkServer:
 
     Args:
         connection: to the agent.
+        seeds: of the generators that workers begin with.
     """
 
-    def __init__(self, connection: Connection[ForkReply, ForkRequest]) -> None:
+    def __init__(self, connection: Connection[ForkReply, ForkRequest], seeds: Seeds) -> None:
         self._connection = connection
+        self._seeds = seeds
         self._board = -1
         self._start = -1
 
@@ -118,7 +121,7 @@ class ForkServer:
         if not os.read(self._start, 1):
             return  # The agent does not know this process, and gives its place to another one.
         os.close(self._start)
-        reseed_generators()
+        self._seeds.give()
         os.environ["KEEPSTEP_CHANNEL"] = str(channel)
         os.environ["KEEPSTEP_PROGRESS"] = str(self._board)
         bootstrap.main()
@@ -142,7 +145,7 @@ def obstacle_to_forking(own: frozenset[int]) -> str:
     _, status = os.waitpid(child, 0)
     used = [name for name, module in accelerators.items() if module.is_initialized()]
     if status or used:
-        return f"importing PyTorch used the accelerator ({', '.join(used or accelerators)})"
+        return f"what is imported used the accelerator ({', '.join(used or accelerators)})"
     return _other_threads() or _open_resource(own)
 
 
@@ -161,7 +164,7 @@ def _accelerators(torch: ModuleType) -> dict[str, ModuleType]:
 def _other_threads() -> str:
     """Describe the threads of this process besides the calling one."""
     count = len(os.listdir("/proc/self/task")) - 1
-    return f"what is imported with PyTorch has started threads ({count})" if count else ""
+    return f"what is imported has started threads ({count})" if count else ""
 
 
 def _open_resource(own: frozenset[int]) -> str:
@@ -177,21 +180,55 @@ def _open_resource(own: frozenset[int]) -> str:
         if target.startswith(("socket:", "anon_inode:")) or (
             is_device and target not in _HARMLESS_DEVICES
         ):
-            return f"what is imported with PyTorch has opened {target}"
+            return f"what is imported has opened {target}"
     return ""
 
 
-def reseed_generators() -> None:
-    """Seed anew the generators that were seeded by chance when they were imported.
+class Seeds:
+    """Gives forked processes generators of random numbers as started ones would have.
 
-    Processes that are forked would all draw the same. Python's own does it by itself.
+    Processes that are forked would all draw the same, and Python seeds its own generator anew in
+    each. What was seeded by chance is to be seeded by chance in each; what a module of the user has
+    seeded stays so.
     """
+
+    def __init__(self) -> None:
+        self._before = _generator_states()
+        self._seeded: set[str] = set()
+        self._python = random.getstate()
+
+    def note_changes(self) -> None:
+        """Take the generators that are in another state than when this was made for seeded."""
+        now = _generator_states()
+        self._seeded = {name for name, state in self._before.items() if now[name] != state}
+        self._python = random.getstate()
+
+    def give(self) -> None:
+        """Seed this process's generators, right after the fork."""
+        import torch
+
+        if "torch" not in self._seeded:
+            torch.default_generator.seed()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" not in self._seeded:
+            numpy.random.seed()
+        if "random" in self._seeded:
+            random.setstate(self._python)
+
+
+def _generator_states() -> dict[str, bytes]:
+    """Return the state of each global generator, as bytes that can be compared."""
     import torch
 
-    torch.default_generator.seed()
+    states = {
+        "torch": bytes(torch.default_generator.get_state().numpy()),
+        "random": repr(random.getstate()).encode(),
+    }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()
+        _, numbers, position, *_ = numpy.random.get_state()
+        states["numpy"] = numbers.tobytes() + str(position).encode()
+    return states
 
 
 def name_as_worker() -> None:
@@ -206,6 +243,19 @@ def name_as_worker() -> None:
     position = arguments.rfind(_OWN_NAME + b"\0")
     if position >= 0:
         ctypes.memmove(begin + position, _WORKER_NAME.ljust(len(_OWN_NAME)), len(_OWN_NAME))
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable, unless the user has."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @contextmanager
@@ -244,8 +294,12 @@ def main() -> None:
     connection = Connection.over_pair(
         socket.socket(fileno=control), FORK_PROTOCOL.server, "the agent"
     )
-    bootstrap.import_preloaded(Command.decode(os.environ["KEEPSTEP_COMMAND"]))
     bootstrap.import_early()
+    seeds = Seeds()
+    # Asking whether there is a GPU is no use of one then; modules ask when they are imported.
+    with _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
+        bootstrap.import_preloaded(Command.decode(os.environ["KEEPSTEP_COMMAND"]))
+    seeds.note_changes()
     if telemetry.RECORD_VARIABLE in os.environ:
         importlib.import_module("keepstep.monitor.telemetry.attachment")
     obstacle = obstacle_to_forking(frozenset((0, 1, 2, control)))
@@ -253,7 +307,7 @@ def main() -> None:
         connection.send(Unable(reason=obstacle))
         return
     connection.send(Prepared())
-    ForkServer(connection).run()
+    ForkServer(connection, seeds).run()
 
 
 if __name__ == "__main__":

@@ -161,16 +161,19 @@ def test_copy_from_another_device_is_the_threads_work_and_its_end_no_event_tells
     runtime: Runtime,
 ) -> None:
     """The bytes of the second GPU of a process were read before they had arrived."""
-    sources: Any = [Source(torch.device("cuda", 1)), Source(torch.device("cpu")), Source()]
-    targets: Any = [Target(runtime), Target(runtime), Target(runtime)]
+    on_host, target = torch.arange(4.0), torch.zeros(4)
+    sources: Any = [Source(torch.device("cuda", 1)), on_host, Source()]
+    targets: Any = [Target(runtime), target, Target(runtime)]
     copies = CudaCopies(GPU)
     finish = copies.begin(targets, sources, copies.mark())
     assert runtime.calls[-2:] == ["queued", "event of the copy"]
+    assert not target.any()
     finish()
-    assert runtime.calls[-3:] == ["copied", "copied", "host waits"]
+    assert runtime.calls[-2:] == ["copied", "host waits"]
+    assert torch.equal(target, on_host)
 
 
-@pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
+@pytest.mark.parametrize("device", [GPU, torch.device("cuda", 1)])
 def test_sources_live_until_the_stream_has_read_them_also_after_an_error(
     runtime: Runtime, device: torch.device
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -12,8 +13,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
 import pytest
+import torch
 
 from keepstep.elastic.agent import fork_server_process
 from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
@@ -141,6 +144,52 @@ def test_modules_that_the_user_names_are_imported_before_the_worker_has_a_place(
     play(scenario())
 
 
+SEEDED = """
+import random, sys
+import numpy, torch
+
+for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+    seed(7)
+ARGUMENTS = sys.argv
+"""
+DRAWS = """
+import json, os, random, sys
+from pathlib import Path
+import heavy, numpy, torch
+
+drawn = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+(Path(sys.argv[1]) / os.environ["RANK"]).write_text(json.dumps([drawn, heavy.ARGUMENTS]))
+"""
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_what_a_module_has_seeded_and_read_of_the_arguments_is_as_if_the_script_had_imported_it(
+    tmp_path: Path, forks: bool
+) -> None:
+    """Ranks that count on equal weights would begin with others."""
+    (tmp_path / "heavy.py").write_text(SEEDED)
+    script = tmp_path / "script.py"
+    script.write_text(DRAWS)
+    command = Command(CommandKind.SCRIPT, str(script), (str(tmp_path),), preload=("heavy",))
+
+    async def scenario() -> None:
+        async with group_of(command, 2, forks=forks) as group:
+            await group.enter(places(1, 2))
+            await group.until(lambda: group.done)
+
+    play(scenario())
+    generator = torch.Generator().manual_seed(7)
+    expected = [
+        random.Random(7).random(),
+        numpy.random.RandomState(7).rand(),
+        torch.rand(1, generator=generator).item(),
+    ]
+    for rank in (0, 1):
+        drawn, arguments = json.loads((tmp_path / str(rank)).read_text())
+        assert drawn == expected
+        assert arguments == [str(script), str(tmp_path)]
+
+
 def test_module_that_cannot_be_imported_ends_the_job_and_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,5 +307,5 @@ def test_workers_are_started_one_by_one_where_what_is_imported_starts_threads(
     play(scenario())
     assert caplog.messages == [
         "workers are started one by one, which takes longer: "
-        "what is imported with PyTorch has started threads (1)"
+        "what is imported has started threads (1)"
     ]
