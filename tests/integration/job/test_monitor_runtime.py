@@ -143,7 +143,8 @@ def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_con
         assert view.history.recoveries[1].reason.startswith(
             "rank 1 on b is restarted: non-communication hang"
         )
-        assert view.current_verdicts == ()
+        # Others may be right: on a machine that is overloaded communication is slow.
+        assert not is_published(view)
         assert view.restarts == {}
         # Both ranks still record: the survivor and the spare that replaced the hanging worker.
         assert [identity_of(path) for path in ring_paths(rings / "job")] == [
@@ -234,7 +235,9 @@ def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
         running.start("b", "--monitor")
         running.wait_until(lambda view: view.generation_number == 1, 60)
         running.start("c", "--monitor")
-        # Only the monitor ends the loops.
+        # Only the monitor ends the loops. The node may return before the others have gone on.
+        view = running.wait_until(lambda view: "b" in view.evictions, 120)
+        assert view.evictions["b"].reason.startswith("non-communication hang")
         view = running.wait_until(
             lambda view: (
                 members(view) == ["a", "c"]
@@ -243,7 +246,6 @@ def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
             ),
             120,
         )
-        assert view.evictions["b"].reason.startswith("non-communication hang")
         # Node c, ready by then, gets the state from node a.
         assert view.history.recoveries[1].source in ("memory", "memory, peers' memory")
         # The node returns by itself, because its check finds nothing; now it is on standby.
