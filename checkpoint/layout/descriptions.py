@@ -99,8 +99,6 @@ NOT_DESCRIBED = Descriptions()
 
 def matching(described: Mapping[str, _Described], key: str) -> _Described | None:
     """Return what the first pattern that matches a tensor's key is mapped to; None without one."""
-    if not described:
-        return None
     names = (key, key.removeprefix(MODEL_PREFIX))
     return next(
         (

@@ -227,7 +227,7 @@ class Snapshotter:
             discard_uncommitted=copy.discard_uncommitted,
             before_unmap=self._release,
         )
-        self._copies.copy(self._views(number, arena, layout), copy.sources, copy.ready)
+        self._copies.begin(self._views(number, arena, layout), copy.sources, copy.ready)()
         self._check_unchanged(copy)
         if not self._may_seal():
             raise SnapshotUnavailable(

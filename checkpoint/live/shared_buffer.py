@@ -17,8 +17,9 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.layout.boxes import Entry
-from keepstep.checkpoint.live.packing import views_over
+from keepstep.checkpoint.live.packing import signature_of, views_over
 from keepstep.checkpoint.live.state_copies import StateCopies, copies_from
+from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.memory.arena import Arena
 
 _NUMBER = 0
@@ -93,14 +94,8 @@ class SharedBuffer:
         self._device, self._copies, self._arena = device, copies, arena
         return True
 
-    def begin_copy(
-        self, sources: Sequence[torch.Tensor], entries: tuple[Entry, ...]
-    ) -> Future[None]:
+    def begin_copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> Future[None]:
         """Begin to copy tensors to their places, once all queued before on their device is done.
-
-        Args:
-            sources: the tensors; while `entries` is the same object, of the same shapes and dtypes.
-            entries: their places.
 
         Returns:
             What is done when the copy is; its exception is a RuntimeError if the device has failed.
@@ -111,10 +106,9 @@ class SharedBuffer:
         assert self._arena is not None, "memory is reserved before"
         self._await_copy()
         if entries is not self._entries:
-            signature = [(source.shape, source.dtype) for source in sources]
-            self._views = views_over(self._arena, entries, signature)
+            self._views = views_over(self._arena, entries, signature_of(tensors))
             self._entries = entries
-        done = Future[None]()
+        sources, done = [tensor.data for tensor in tensors], Future[None]()
         if self._queue is None:
             tasks = queue.SimpleQueue[Callable[[], None] | None]()
             # It may wait for a device that never answers, which must not keep the process alive.

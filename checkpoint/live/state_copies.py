@@ -58,25 +58,20 @@ class StateCopies(Protocol):
         """Let go of all buffers."""
         ...
 
-    def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
-        """Copy each source into its target; return when that is done.
+    def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
+        """Begin to copy each source into its target, as far as the device can without the host.
 
         Args:
             targets: views of a locked buffer.
-            sources: tensors of the same shapes and dtypes; they live until this returns.
+            sources: tensors of the same shapes and dtypes.
             after: the mark after which their values are the state.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
-        ...
-
-    def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
-        """Begin to copy as `copy` does, as far as the device can without the host.
 
         Returns:
             What does the rest, in any thread that is bound, and returns when all is done. It raises
-            as `copy` does.
+            as this does.
+
+        Raises:
+            RuntimeError: the device has failed.
         """
         ...
 
@@ -105,13 +100,9 @@ class HostCopies:
     def close(self) -> None:
         """Nothing is needed."""
 
-    def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
-        """Copy each source into its target."""
-        copy_tensors(targets, sources)
-
     def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
-        """Return what copies."""
-        return partial(self.copy, targets, sources, after)
+        """Return what copies each source into its target."""
+        return partial(copy_tensors, targets, sources)
 
 
 class CudaCopies:
@@ -165,18 +156,13 @@ class CudaCopies:
         for number in tuple(self._locked):
             self.unlock(number)
 
-    def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
-        """Copy each source into its target, after the mark.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
-        self.begin(targets, sources, after)()
-
     def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
         """Queue the copies from the device; return what copies the rest, and waits for all.
 
         A thread of its own would have to wait for the GIL to queue each.
+
+        Raises:
+            RuntimeError: the device has failed.
         """
         assert isinstance(after, torch.cuda.Event), "a mark of `mark`"
         # Waiting for the default kind of event takes a core for as long as the copy takes.

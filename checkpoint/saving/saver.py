@@ -246,7 +246,7 @@ class Saver:
         if not self._buffer.fits(plan.nbytes, _device_of(copied)):
             return _Capture(watched=watched, versions=versions)
         try:
-            done = self._buffer.begin_copy([tensor.data for tensor in copied], plan.entries)
+            done = self._buffer.begin_copy(copied, plan.entries)
         except RuntimeError:
             # It is tried again when the ranks have agreed; then the save alone fails.
             return _Capture(watched=watched, versions=versions)
@@ -299,7 +299,7 @@ class Saver:
             self._background.end_process()
         if self._buffer.reserve(plan.nbytes, device, available_nbytes):
             self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)
-        return self._buffer.begin_copy([tensor.data for tensor in tensors], plan.entries)
+        return self._buffer.begin_copy(tensors, plan.entries)
 
 
 def told_failure(failures: Sequence[Json]) -> RankFailed | None:

@@ -22,6 +22,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     Closing,
+    Failure,
     FailureKind,
     Generation,
     NodePhase,
@@ -57,15 +58,14 @@ def reason_to_close(
             )
             return Closing(number, reason, True, wall_s)
     failures = [record.failure for record in records_in(present, generation) if record.failure]
-    causes = [failure for failure in failures if failure.kind.is_cause]
     here = {record.node for record in present}
     lost = [member.node for member in generation.members if member.node not in here]
-    if lost and not causes:
+    if lost and not any(failure.kind.is_cause for failure in failures):
         # What is lost explains the collectives that broke.
         since_s = min((failure.at_s for failure in failures), default=wall_s)
         return Closing(number, f"lost {', '.join(lost)}", True, since_s)
     if failures:
-        first = min(causes or failures, key=lambda failure: failure.at_s)
+        first = _told(failures)
         return Closing(
             number,
             first.summary,
@@ -184,11 +184,15 @@ def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Clo
     if lost:
         why = f"lost {', '.join(lost)}"
     elif failures:
-        causes = [failure for failure in failures if failure.kind.is_cause]
-        why = min(causes or failures, key=lambda failure: failure.at_s).summary
+        why = _told(failures).summary
     else:
         return None
     return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")
+
+
+def _told(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that is a generation's reason: the first cause, else the first of all."""
+    return min(failures, key=lambda failure: (not failure.kind.is_cause, failure.at_s))
 
 
 def _is_finishing(present: Iterable[NodeRecord]) -> bool:

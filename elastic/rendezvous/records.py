@@ -484,8 +484,8 @@ class Closing(Record):
     """Ends a generation: its members drain.
 
     `abort`: something has failed, so that no member waits for the end of its step. `pauses`: the
-    next generation waits until somebody resumes the job. `is_unexplained`: the reason is a broken
-    collective, and what broke it is not known yet.
+    next generation waits until somebody resumes the job. `is_unexplained`: the cause of the
+    failure that is the reason is elsewhere, or unknown.
     """
 
     generation: int

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import random
 import socket
 import struct
 import sys
@@ -44,6 +43,7 @@ from keepstep.elastic.worker.fork_messages import (
     Unable,
 )
 from keepstep.elastic.worker.messages import Command
+from keepstep.elastic.worker.seeds import Seeds, generator_states
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
 
@@ -184,53 +184,6 @@ def _open_resource(own: frozenset[int]) -> str:
     return ""
 
 
-class Seeds:
-    """Gives forked processes generators of random numbers as started ones would have.
-
-    Processes that are forked would all draw the same, and Python seeds its own generator anew in
-    each. What was seeded by chance is to be seeded by chance in each; what a module of the user has
-    seeded stays so.
-    """
-
-    def __init__(self) -> None:
-        self._before = _generator_states()
-        self._seeded: set[str] = set()
-        self._python = random.getstate()
-
-    def note_changes(self) -> None:
-        """Take the generators that are in another state than when this was made for seeded."""
-        now = _generator_states()
-        self._seeded = {name for name, state in self._before.items() if now[name] != state}
-        self._python = random.getstate()
-
-    def give(self) -> None:
-        """Seed this process's generators, right after the fork."""
-        import torch
-
-        if "torch" not in self._seeded:
-            torch.default_generator.seed()
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "numpy" not in self._seeded:
-            numpy.random.seed()
-        if "random" in self._seeded:
-            random.setstate(self._python)
-
-
-def _generator_states() -> dict[str, bytes]:
-    """Return the state of each global generator, as bytes that can be compared."""
-    import torch
-
-    states = {
-        "torch": bytes(torch.default_generator.get_state().numpy()),
-        "random": repr(random.getstate()).encode(),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, numbers, position, *_ = numpy.random.get_state()
-        states["numpy"] = numbers.tobytes() + str(position).encode()
-    return states
-
-
 def name_as_worker() -> None:
     """Replace the fork server's name in this process's command line by that of a worker.
 
@@ -295,11 +248,11 @@ def main() -> None:
         socket.socket(fileno=control), FORK_PROTOCOL.server, "the agent"
     )
     bootstrap.import_early()
-    seeds = Seeds()
+    before = generator_states()
     # Asking whether there is a GPU is no use of one then; modules ask when they are imported.
     with _variable("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
         bootstrap.import_preloaded(Command.decode(os.environ["KEEPSTEP_COMMAND"]))
-    seeds.note_changes()
+    seeds = Seeds.set_since(before)
     if telemetry.RECORD_VARIABLE in os.environ:
         importlib.import_module("keepstep.monitor.telemetry.attachment")
     obstacle = obstacle_to_forking(frozenset((0, 1, 2, control)))

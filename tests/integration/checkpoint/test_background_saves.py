@@ -35,8 +35,8 @@ from keepstep.checkpoint.errors import (
     StateChanged,
 )
 from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document
+from keepstep.checkpoint.live import state_copies
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
-from keepstep.checkpoint.live.state_copies import HostCopies
 from keepstep.checkpoint.saving import background as background_module
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.background import BackgroundSaver, SaveTask
@@ -312,7 +312,7 @@ def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_si
     if is_last_plan_followed:
         saver.save(str(tmp_path), state(0.0), step=0).wait(patient(LIMIT_S))
     submitted, is_submitted = [], threading.Event()
-    submit, copy = BackgroundSaver.submit, HostCopies.copy
+    submit, copy = BackgroundSaver.submit, state_copies.copy_tensors
 
     def note(background: BackgroundSaver, task: SaveTask) -> None:
         submit(background, task)
@@ -332,7 +332,7 @@ def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_si
     monkeypatch.setattr(BackgroundSaver, "submit", note)
     monkeypatch.setattr(BackgroundSaver, "_write_and_commit", fail)
     monkeypatch.setattr(background_module, "QUIET_PARTS", 10**6)
-    monkeypatch.setattr(HostCopies, "copy", copy_late)
+    monkeypatch.setattr(state_copies, "copy_tensors", copy_late)
     handle = saver.save(str(tmp_path), state(1.0), step=1)
     with pytest.raises(CheckpointError, match="the store is gone"):
         handle.wait(patient(LIMIT_S))

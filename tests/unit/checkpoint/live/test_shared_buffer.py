@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from keepstep.checkpoint.live import state_copies
 from keepstep.checkpoint.live.packing import pack
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.state_copies import HostCopies
@@ -50,9 +51,7 @@ def test_tensors_are_copied_whether_or_not_the_caller_is_in_inference_mode(
             tensor.fill_(float(number))
             with torch.inference_mode(is_first_in_inference_mode == (number == 0)):
                 buffer.reserve(nbytes, CPU, lambda: 2**30)
-                buffer.begin_copy([tensor.data for tensor in tensors], entries).result(
-                    patient(60.0)
-                )
+                buffer.begin_copy(tensors, entries).result(patient(60.0))
             copied = np.frombuffer(os.pread(buffer.descriptor, 20, 0), np.float32)
             assert copied.tolist() == [float(number)] * 5
     finally:
@@ -71,12 +70,10 @@ def test_failure_of_a_copy_is_its_result_and_the_next_one_goes_on(
     try:
         buffer.reserve(nbytes, CPU, lambda: 2**30)
         with monkeypatch.context() as patch:
-            patch.setattr(HostCopies, "copy", refuse)
+            patch.setattr(state_copies, "copy_tensors", refuse)
             with pytest.raises(RuntimeError, match="no device"):
-                buffer.begin_copy([tensor.data for tensor in tensors], entries).result(
-                    patient(60.0)
-                )
-        buffer.begin_copy([tensor.data for tensor in tensors], entries).result(patient(60.0))
+                buffer.begin_copy(tensors, entries).result(patient(60.0))
+        buffer.begin_copy(tensors, entries).result(patient(60.0))
     finally:
         buffer.close()
 
@@ -90,7 +87,7 @@ def test_between_copies_the_thread_keeps_no_tensor_and_closing_ends_it() -> None
         buffer.reserve(nbytes, CPU, lambda: 2**30)
         is_gone = threading.Event()
         reference = weakref.ref(tensors[0].data, lambda _: is_gone.set())
-        buffer.begin_copy([tensor.data for tensor in tensors], entries).result(patient(60.0))
+        buffer.begin_copy(tensors, entries).result(patient(60.0))
         tensors.clear()
         assert is_gone.wait(patient(60.0))
         assert reference() is None

@@ -128,7 +128,9 @@ def test_copy_begins_after_the_mark_and_its_end_is_waited_for_without_spinning(
     sources: Any = [Source()]
     targets: Any = [Target(runtime)]
     after = copies.mark()
-    thread = threading.Thread(target=lambda: (copies.bind(), copies.copy(targets, sources, after)))
+    thread = threading.Thread(
+        target=lambda: (copies.bind(), copies.begin(targets, sources, after)())
+    )
     thread.start()
     thread.join()
     assert runtime.calls == [
@@ -181,7 +183,7 @@ def test_sources_live_until_the_stream_has_read_them_also_after_an_error(
     sources: Any = [Source(), Source(device)]
     targets: Any = [Target(runtime), Target(runtime, "it has failed")]
     with pytest.raises(RuntimeError, match="it has failed"):
-        copies.copy(targets, sources, copies.mark())
+        copies.begin(targets, sources, copies.mark())()
     assert "event of the copy" in runtime.calls
     assert runtime.calls[-1] == "host waits"
 

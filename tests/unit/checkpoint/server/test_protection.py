@@ -207,10 +207,10 @@ def test_shard_that_was_given_up_is_no_changed_memory(monkeypatch: pytest.Monkey
         memory.close()
 
 
-def test_what_is_sealed_at_the_end_of_a_generation_is_given_to_others_once_it_is_summed_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """While its table is computed, it is not taken for a snapshot that was never sealed."""
+def hold_table(
+    protection: Protection, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Return what tells that a table of shards is being computed, and what lets that end."""
     began, may_end = threading.Event(), threading.Event()
 
     def compute(snapshot: SnapshotId) -> tuple[()]:
@@ -218,10 +218,18 @@ def test_what_is_sealed_at_the_end_of_a_generation_is_given_to_others_once_it_is
         may_end.wait()
         return ()
 
+    compute_nothing(protection, monkeypatch)
+    monkeypatch.setattr(protection, "_compute_shard_table", compute)
+    return began, may_end
+
+
+def test_what_is_sealed_at_the_end_of_a_generation_is_given_to_others_once_it_is_summed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While its table is computed, it is not taken for a snapshot that was never sealed."""
     monkeypatch.setattr(parity_memory, "_ANSWER_TIMEOUT_S", patient(600))
     with ThreadPoolExecutor(2) as pool, opened(lambda _: None) as protection:
-        monkeypatch.setattr(protection, "_compute_shard_table", compute)
-        monkeypatch.setattr(protection, "_encode", lambda *_: None)
+        began, may_end = hold_table(protection, monkeypatch)
         protection.open_generation(PAIR)
         protection.protect(OLDER)
         began.wait()
@@ -261,16 +269,8 @@ def test_a_table_of_shards_that_are_taken_again_is_not_given_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its bytes were those of the first copy, or of both; peers computed parity of them."""
-    began, may_end = threading.Event(), threading.Event()
-
-    def compute(snapshot: SnapshotId) -> tuple[()]:
-        began.set()
-        may_end.wait()
-        return ()
-
     with opened(lambda _: None) as protection:
-        monkeypatch.setattr(protection, "_compute_shard_table", compute)
-        monkeypatch.setattr(protection, "_encode", lambda *_: None)
+        began, may_end = hold_table(protection, monkeypatch)
         protection.open_generation(PAIR)
         protection.protect(OLDER)
         began.wait()

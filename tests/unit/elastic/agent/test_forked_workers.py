@@ -20,7 +20,6 @@ import torch
 
 from keepstep.elastic.agent import fork_server_process
 from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
-from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.monitor.progress import ProgressBoard
 from tests.unit.elastic.agent.test_worker_group import Group, places, play
@@ -199,11 +198,7 @@ def test_module_that_cannot_be_imported_ends_the_job_and_is_named(
         fork_server = ForkServerProcess.start(command, os.environ)
         group = Group(command, 1, os.environ, fork_server)
         try:
-            for _ in range(3):
-                group.warm_up()
-                await group.until(lambda: not group._idle)
-            with pytest.raises(JobFailed, match="every module of --preload"):
-                group.warm_up()
+            assert "every module of --preload" in await group.fail_to_warm_up()
         finally:
             await group.stop(0.0)
             await fork_server.close()
