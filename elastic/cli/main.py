@@ -190,8 +190,8 @@ _SECRET_FILE = click.option(
     "--preload",
     metavar="MODULE",
     multiple=True,
-    help="Module that workers import while they warm up, such as transformers, so that one that"
-    " replaces another does not; may be given several times.",
+    help="Module that workers import while they warm up, such as my_project.models, so that one "
+    "that replaces another does not; may be given several times.",
 )
 @click.option(
     "--parity",
