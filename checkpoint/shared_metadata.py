@@ -125,7 +125,7 @@ def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
 
 def _read(url: str, step: int | None, generation: int | None) -> StoredMetadata:
     return StoredMetadata.read(
-        url, step, generation, has_chunks=True, listings_nbytes=_LISTINGS_NBYTES
+        url, step, generation, for_all_ranks=True, listings_nbytes=_LISTINGS_NBYTES
     )
 
 

@@ -16,6 +16,7 @@ _RESERVED_ROOTS = frozenset(
         "parts",
         "packs",
         "chunks.json",
+        "index.json",
         "manifest.json",
         "documents.json",
         "zarr.json",

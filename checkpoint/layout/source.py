@@ -40,10 +40,10 @@ def slots_in(
 ) -> dict[str, dict[str, TensorSpec]]:
     """Return the optimizer slots of these parameters among tensors, by parameter and slot."""
     slots: dict[str, dict[str, TensorSpec]] = {}
-    for key, spec in tensors.items():
+    for key in tensors:
         name, _, slot = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
         if key.startswith(OPTIMIZER_PREFIX) and name in parameters:
-            slots.setdefault(name, {})[slot] = spec
+            slots.setdefault(name, {})[slot] = tensors[key]
     return slots
 
 

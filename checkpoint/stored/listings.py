@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.stored.key_index import BlockedJson
 from keepstep.checkpoint.stored.object_names import PACKS, is_object_name
 from keepstep.checkpoint.stored.stored_json import decode, encode, is_count
 
@@ -150,19 +151,24 @@ def _parse_numbers(content: Json) -> bytes:
     return numbers
 
 
-def encode_chunk_parts(parts: Mapping[str, Sequence[int]]) -> bytes:
+def encode_chunk_parts(
+    parts: Mapping[str, Sequence[int]], blocks: Sequence[Sequence[str]]
+) -> BlockedJson:
     """Return the document that tells which part lists each chunk.
 
     Args:
         parts: for each tensor, the number of the part of each of its chunks, in C order.
+        blocks: the tensors' keys in ascending order, in blocks.
     """
-    return encode(
+    members = [
         {
             key: numbers[0] if len(set(numbers)) == 1 else _as_text(encode_numbers(numbers))
-            for key, numbers in sorted(parts.items())
-            if numbers
+            for key in keys
+            if (numbers := parts.get(key))
         }
-    )
+        for keys in blocks
+    ]
+    return BlockedJson.of(b"{", members, b"}")
 
 
 def decode_chunk_parts(data: bytes, where: str) -> dict[str, int | tuple[int, ...]]:
@@ -172,16 +178,25 @@ def decode_chunk_parts(data: bytes, where: str) -> dict[str, int | tuple[int, ..
         CheckpointDamaged: the data has another form.
     """
     content = decode(data, where)
-    parts: dict[str, int | tuple[int, ...]] = {}
+    if not isinstance(content, dict):
+        raise CheckpointDamaged(
+            f"{where} does not tell which part lists a chunk; load an older step"
+        )
+    return {key: parse_chunk_parts(numbers, where) for key, numbers in content.items()}
+
+
+def parse_chunk_parts(numbers: Json, where: str) -> int | tuple[int, ...]:
+    """Parse a member of what `encode_chunk_parts` returned: one number if it is that of all chunks.
+
+    Raises:
+        CheckpointDamaged: it has another form.
+    """
+    if is_count(numbers):
+        return int(numbers)
     try:
-        for key, numbers in content.items():
-            if is_count(numbers):
-                parts[key] = numbers
-            else:
-                packed = base64.b64decode(numbers, validate=True)
-                parts[key] = struct.unpack(f"<{len(packed) // 4}I", packed)
-    except (AttributeError, TypeError, ValueError, struct.error) as error:
+        packed = base64.b64decode(numbers, validate=True)
+        return struct.unpack(f"<{len(packed) // 4}I", packed)
+    except (TypeError, ValueError, struct.error) as error:
         raise CheckpointDamaged(
             f"{where} does not tell which part lists a chunk: {error}; load an older step"
         ) from error
-    return parts

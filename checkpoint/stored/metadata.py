@@ -10,7 +10,14 @@ import crc32c
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
-from keepstep.checkpoint.stored.object_names import CHUNKS, DOCUMENTS, MANIFEST, ROOT, StoredStep
+from keepstep.checkpoint.stored.object_names import (
+    CHUNKS,
+    DOCUMENTS,
+    INDEX,
+    MANIFEST,
+    ROOT,
+    StoredStep,
+)
 from keepstep.checkpoint.stored.steps import choose, missing
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
@@ -38,7 +45,7 @@ class StoredMetadata:
         step: int | None = None,
         generation: int | None = None,
         *,
-        has_chunks: bool = False,
+        for_all_ranks: bool = False,
         listings_nbytes: int = 0,
     ) -> StoredMetadata:
         """Read what `StoredCheckpoint.of` needs.
@@ -47,7 +54,8 @@ class StoredMetadata:
             url: as for `StoredCheckpoint.open`.
             step: as for `StoredCheckpoint.open`.
             generation: as for `StoredCheckpoint.open`.
-            has_chunks: read what is needed to find chunks as well, if the format has it.
+            for_all_ranks: read also, where the checkpoint has it, what tells of arrays and chunks
+                that only some ranks need.
             listings_nbytes: read the listings as well if they have so many bytes at most, in all.
                 One that cannot be read is left out: maybe nobody needs it.
 
@@ -63,9 +71,13 @@ class StoredMetadata:
         except CheckpointMissing:
             raise missing(url, step) from None
         manifest = decode_manifest(url, chosen, content)
-        names = [ROOT, DOCUMENTS]
-        if has_chunks and manifest.find(CHUNKS) is not None:
-            names.append(CHUNKS)
+        names = [DOCUMENTS, ROOT if manifest.find(INDEX) is None else INDEX]
+        if for_all_ranks:
+            names += [
+                name
+                for name in (ROOT, CHUNKS)
+                if name not in names and manifest.find(name) is not None
+            ]
         listings = [entry for entry in manifest.objects if entry.is_part]
         if sum(entry.nbytes for entry in listings) > listings_nbytes:
             listings = []
@@ -95,15 +107,27 @@ def read_verified(storage: Storage, manifest: Manifest, name: str) -> bytes:
         CheckpointDamaged: the object is not what was written.
     """
     where = f"{storage.url}/{manifest.directory}/{name}"
-    entry = manifest.find(name)
-    if entry is None:
-        raise CheckpointDamaged(f"{where} is not in the manifest; load an older step")
+    entry = entry_of(storage, manifest, name)
     try:
         data = storage.read(f"{manifest.directory}/{name}", entry.nbytes)
     except CheckpointMissing:
         raise CheckpointDamaged(f"{where} is missing; load an older step") from None
     check_content(where, entry, data)
     return data
+
+
+def entry_of(storage: Storage, manifest: Manifest, name: str) -> StoredObject:
+    """Return the manifest's entry of an object.
+
+    Raises:
+        CheckpointDamaged: it has none.
+    """
+    entry = manifest.find(name)
+    if entry is None:
+        raise CheckpointDamaged(
+            f"{storage.url}/{manifest.directory}/{name} is not in the manifest; load an older step"
+        )
+    return entry
 
 
 def check_content(where: str, entry: StoredObject, data: bytes) -> None:

@@ -11,6 +11,7 @@ from keepstep.checkpoint.layout.boxes import Json
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
 CHUNKS = "chunks.json"
+INDEX = "index.json"
 ROOT = "zarr.json"
 REMOVED = "removed.json"
 NEWEST = "newest.json"

@@ -23,8 +23,8 @@ class PartListings:
     Args:
         index: where the listed objects are added.
         names: the listings' names by number.
-        chunk_parts: for each tensor, the number of the listing that has its chunks; None where
-            nothing tells, as in formats 1 and 2.
+        chunk_parts: returns for a tensor the number of the listing that has its chunks, or the
+            number for each of them; None where nothing tells, as in formats 1 and 2.
         read: reads a listing.
         is_held: whether it is in memory, so that reading it takes no thread of its own.
     """
@@ -33,7 +33,7 @@ class PartListings:
         self,
         index: CellIndex,
         names: Mapping[int, str],
-        chunk_parts: Mapping[str, int | tuple[int, ...]] | None,
+        chunk_parts: Callable[[str], int | tuple[int, ...] | None] | None,
         read: Callable[[str], tuple[DataObject, ...]],
         is_held: Callable[[str], bool],
     ) -> None:
@@ -58,7 +58,7 @@ class PartListings:
         """
         index = self.index_of(self.numbers_for(boxes))
         for key in {key for key, _ in boxes}:
-            if self._chunk_parts is None or isinstance(self._chunk_parts.get(key), int):
+            if self._chunk_parts is None or isinstance(self._chunk_parts(key), int):
                 index.check_listed(key)
         return index
 
@@ -77,7 +77,7 @@ class PartListings:
         needed: set[int] = set()
         for key, box in boxes:
             tensor = self._index.tensors[key]
-            numbers = self._chunk_parts.get(key)
+            numbers = self._chunk_parts(key)
             if isinstance(numbers, int):
                 needed.add(numbers)
                 continue

@@ -20,7 +20,15 @@ from keepstep.checkpoint.layout.wrapper_names import StoredNames, may_have_wrapp
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span
 from keepstep.checkpoint.stored.cell_reads import PARALLEL_READS, CellReads, ReadRecord, Target
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
-from keepstep.checkpoint.stored.listings import DataObject, decode_chunk_parts, decode_part
+from keepstep.checkpoint.stored.indexed_object import IndexedObject
+from keepstep.checkpoint.stored.indexed_tensors import IndexedTensors, Specs
+from keepstep.checkpoint.stored.key_index import KeyIndex
+from keepstep.checkpoint.stored.listings import (
+    DataObject,
+    decode_chunk_parts,
+    decode_part,
+    parse_chunk_parts,
+)
 from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.metadata import (
     StoredMetadata,
@@ -28,12 +36,12 @@ from keepstep.checkpoint.stored.metadata import (
     decode_manifest,
     read_verified,
 )
-from keepstep.checkpoint.stored.object_names import CHUNKS, DOCUMENTS, ROOT, StoredStep
+from keepstep.checkpoint.stored.object_names import CHUNKS, DOCUMENTS, INDEX, ROOT, StoredStep
 from keepstep.checkpoint.stored.part_listings import PartListings
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import decode, encode
 from keepstep.checkpoint.stored.strict_json import from_strict_json
-from keepstep.checkpoint.stored.zarr_metadata import parse_root, required_features
+from keepstep.checkpoint.stored.zarr_metadata import check_required, parse_array, parse_root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +57,7 @@ class StoredCheckpoint:
     """Whether all listings came with the metadata, as on all ranks that have the same."""
     _read_record: ReadRecord = field(default_factory=ReadRecord, compare=False, repr=False)
     _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _index: KeyIndex | None = field(default=None, compare=False, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -73,13 +82,24 @@ class StoredCheckpoint:
     def of(cls, url: str, metadata: StoredMetadata) -> StoredCheckpoint:
         """Return the checkpoint that has this metadata. Raises as `open` does."""
         manifest = decode_manifest(url, metadata.stored, metadata.manifest)
-        where = f"{url}/{manifest.directory}"
-        tensors = parse_root(metadata.objects[ROOT], f"{where}/{ROOT}")
-        if unnamed := set(required_features(tensors)) - set(manifest.required):
-            raise CheckpointDamaged(
-                f"{where}/{ROOT} needs {', '.join(sorted(unnamed))}, which the manifest does not "
-                "require; load an older step"
+        where, storage = f"{url}/{manifest.directory}", open_storage(url)
+        index = None
+        tensors: Mapping[str, StoredTensor]
+        if INDEX in metadata.objects:
+            index = KeyIndex.decode(metadata.objects[INDEX], f"{where}/{INDEX}")
+            root = IndexedObject(
+                storage,
+                manifest,
+                ROOT,
+                index.numbers,
+                index.arrays,
+                _array_parser(manifest),
+                metadata.objects.get(ROOT),
             )
+            tensors = IndexedTensors(index, root, f"{where}/{ROOT}")
+        else:
+            tensors = parse_root(metadata.objects[ROOT], f"{where}/{ROOT}")
+            check_required(tensors, manifest.required, f"{where}/{ROOT}")
         documents = decode(metadata.objects[DOCUMENTS], f"{where}/{DOCUMENTS}")
         try:
             if manifest.attempt is not None:
@@ -88,22 +108,22 @@ class StoredCheckpoint:
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is nested too deep") from None
         if not isinstance(documents, dict):
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
-        specs = {key: TensorSpec(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         try:
-            check_described(documents, specs)
+            check_described(documents, Specs(tensors))
         except ValueError as error:
             raise CheckpointDamaged(f"{where}/{DOCUMENTS}: {error}; load an older step") from error
         return cls(
-            storage=open_storage(url),
+            storage=storage,
             stored=metadata.stored,
             manifest=manifest,
             stored_tensors=tensors,
             documents=documents,
             has_listings=metadata.objects.keys() >= set(manifest.part_names().values()),
+            _index=index,
             _held={
                 name: data
                 for name, data in metadata.objects.items()
-                if name not in (ROOT, DOCUMENTS)
+                if name not in (ROOT, INDEX, DOCUMENTS)
             },
         )
 
@@ -120,10 +140,7 @@ class StoredCheckpoint:
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Every tensor by key."""
-        return {
-            key: TensorSpec(tensor.dtype, tensor.shape)
-            for key, tensor in self.stored_tensors.items()
-        }
+        return Specs(self.stored_tensors)
 
     def named_for(self, parameters: Collection[str]) -> StoredCheckpoint:
         """Return the checkpoint with its tensors named as those of a model with these parameters.
@@ -203,20 +220,35 @@ class StoredCheckpoint:
 
     @cached_property
     def _listings(self) -> PartListings:
-        chunk_parts = None
-        if self.manifest.find(CHUNKS) is not None:
-            chunk_parts = decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS))
         index = CellIndex(self._tensors_as_stored, self._location(""))
         return PartListings(
             index,
             self.manifest.part_names(),
-            chunk_parts,
+            self._chunk_parts(),
             self._read_part,
             lambda name: name in self._held,
         )
 
+    def _chunk_parts(self) -> Callable[[str], int | tuple[int, ...] | None] | None:
+        """Return what finds the numbers of the listings that have a tensor's chunks."""
+        if self._index is not None:
+            return IndexedObject(
+                self.storage,
+                self.manifest,
+                CHUNKS,
+                self._index.numbers,
+                self._index.chunks,
+                lambda key, numbers, where: parse_chunk_parts(numbers, where),
+                self._held.pop(CHUNKS, None),
+            ).get
+        if self.manifest.find(CHUNKS) is not None:
+            return decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS)).get
+        return None
+
     @cached_property
     def _tensors_as_stored(self) -> Mapping[str, StoredTensor]:
+        if not self._stored_keys:
+            return self.stored_tensors
         return {self._stored_key(key): tensor for key, tensor in self.stored_tensors.items()}
 
     def _stored_key(self, key: str) -> str:
@@ -302,12 +334,34 @@ class StoredCheckpoint:
         for entry in self.manifest.objects:
             if not entry.is_part:
                 self.verified(entry.name)
-        root = decode(self.verified(ROOT), self._location(ROOT))
-        nodes = root["consolidated_metadata"]["metadata"]
+        root = self.verified(ROOT)
+        if self._index is not None:
+            self._check_index(self._index, root)
+        nodes = decode(root, self._location(ROOT))["consolidated_metadata"]["metadata"]
         for key, tensor in self.stored_tensors.items():
             name = f"{key}/{ROOT}"
             if not tensor.is_packed and self._read_object(name) != encode(nodes[key]):
                 raise CheckpointDamaged(f"{self._location(name)} was changed; load an older step")
+
+    def _check_index(self, index: KeyIndex, root: bytes) -> None:
+        """Check that the index tells of what the objects that it is about have, and of all of it.
+
+        Raises:
+            CheckpointDamaged: it does not.
+        """
+        tensors = parse_root(root, self._location(ROOT))
+        numbers = decode_chunk_parts(self.verified(CHUNKS), self._location(CHUNKS))
+        find = self._chunk_parts()
+        assert find is not None, "where there is an index, it tells of chunks"
+        if (
+            index.numbers.keys() != tensors.keys()
+            or any(self._tensors_as_stored[key] != tensor for key, tensor in tensors.items())
+            or any(find(key) != numbers.get(key) for key in tensors)
+        ):
+            raise CheckpointDamaged(
+                f"{self._location(INDEX)} tells of other arrays than {ROOT} and {CHUNKS} have; "
+                "load an older step"
+            )
 
     def verified(self, name: str) -> bytes:
         """Return the content of an object that the manifest lists, checked against its entry.
@@ -336,3 +390,14 @@ class StoredCheckpoint:
 
     def _location(self, name: str) -> str:
         return f"{self.storage.url}/{self.directory}/{name}"
+
+
+def _array_parser(manifest: Manifest) -> Callable[[str, Json, str], StoredTensor]:
+    """Return what parses the metadata of an array in a checkpoint that has this manifest."""
+
+    def parse(key: str, node: Json, where: str) -> StoredTensor:
+        tensor = parse_array(key, node, where)
+        check_required({key: tensor}, manifest.required, where)
+        return tensor
+
+    return parse

@@ -37,6 +37,7 @@ from keepstep.checkpoint.stored.chunking import (
     StoredTensor,
     cells_over,
 )
+from keepstep.checkpoint.stored.key_index import INDEXED_NBYTES, KeyIndex, blocks_of
 from keepstep.checkpoint.stored.listings import (
     ChunkObject,
     DataObject,
@@ -51,6 +52,7 @@ from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
+    INDEX,
     MANIFEST,
     MODEL,
     NEWEST,
@@ -255,13 +257,13 @@ def contents(
         chunk_parts: as for `publish`.
         documents: the documents, encoded.
     """
-    chunks = encode_chunk_parts(chunk_parts)
-    entry = StoredObject(CHUNKS, len(chunks), crc32c.crc32c(chunks))
-    objects = {
-        ROOT: encode(root_metadata(stored, [*parts, entry], tensors)),
-        CHUNKS: chunks,
-        DOCUMENTS: documents,
-    }
+    blocks = blocks_of(sorted(tensors), lambda key: len(chunk_parts.get(key, ())))
+    chunks = encode_chunk_parts(chunk_parts, blocks)
+    entry = StoredObject(CHUNKS, len(chunks.data), crc32c.crc32c(chunks.data))
+    root = root_metadata(stored, [*parts, entry], tensors, blocks)
+    objects = {ROOT: root.data, CHUNKS: chunks.data, DOCUMENTS: documents}
+    if len(root.data) >= INDEXED_NBYTES:
+        objects[INDEX] = KeyIndex.of(blocks, root.ranges, chunks.ranges).encode()
     # Readers that do not know the packed codec cannot use the root's metadata, and some open groups
     # only. Other groups may be as many as parameters.
     if any(key.startswith(f"{MODEL}/") and not tensors[key].is_packed for key in tensors):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import crc32c
@@ -18,6 +18,7 @@ from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype, zarr_data
 from keepstep.checkpoint.layout.names import check_keys
 from keepstep.checkpoint.stored.cell_codec import BLOSC_LEVEL
 from keepstep.checkpoint.stored.chunking import COMPRESSED_CELL_NBYTES, StoredTensor
+from keepstep.checkpoint.stored.key_index import BlockedJson
 from keepstep.checkpoint.stored.manifest import (
     COMPRESSED_CELLS,
     VERSION,
@@ -25,7 +26,7 @@ from keepstep.checkpoint.stored.manifest import (
     check_readable,
 )
 from keepstep.checkpoint.stored.object_names import MODEL, StoredStep
-from keepstep.checkpoint.stored.stored_json import decode, is_count
+from keepstep.checkpoint.stored.stored_json import decode, encode, is_count
 
 _TORCH_DTYPE = "torch_dtype"
 _ABSENT = 2**64 - 1
@@ -133,8 +134,11 @@ def root_metadata(
     stored: StoredStep,
     listings: Sequence[StoredObject],
     tensors: Mapping[str, StoredTensor],
-) -> Json:
+    blocks: Sequence[Sequence[str]],
+) -> BlockedJson:
     """Return the root group's metadata with that of all nodes below it: opening takes one read.
+
+    A group comes in the block of the first array in it.
 
     Args:
         stored: the checkpoint.
@@ -142,14 +146,21 @@ def root_metadata(
             readers by way of Zarr open the attempt's directory, and do not see the manifest, which
             lies above it.
         tensors: all arrays by key.
+        blocks: their keys in ascending order, in blocks.
     """
-    nodes: dict[str, Json] = {}
-    for key in sorted(tensors):
-        names = key.split("/")
-        for depth in range(1, len(names)):
-            nodes.setdefault("/".join(names[:depth]), group_metadata("/".join(names[:depth])))
-        nodes[key] = array_metadata(key, tensors[key])
-    return {
+    groups: set[str] = set()
+    nodes: list[dict[str, Json]] = []
+    for keys in blocks:
+        nodes.append({})
+        for key in keys:
+            names = key.split("/")
+            for depth in range(1, len(names)):
+                group = "/".join(names[:depth])
+                if group not in groups:
+                    groups.add(group)
+                    nodes[-1][group] = group_metadata(group)
+            nodes[-1][key] = array_metadata(key, tensors[key])
+    root = {
         "zarr_format": 3,
         "node_type": "group",
         "attributes": {
@@ -165,8 +176,11 @@ def root_metadata(
             "documents.json: what is no tensor. Complete if and only if the manifest.json in the "
             "directory above names this directory.",
         },
-        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": {}},
     }
+    encoded = encode(root)
+    inside = len(encoded) - len("}}}")
+    return BlockedJson.of(encoded[:inside], nodes, encoded[inside:])
 
 
 def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
@@ -217,6 +231,42 @@ def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
         raise CheckpointDamaged(
             f"{where} is not a checkpoint's root metadata: {error}; load an older step"
         ) from error
+
+
+def parse_array(key: str, node: Json, where: str) -> StoredTensor:
+    """Return the tensor that an array's metadata describes, checked.
+
+    Args:
+        key: its key.
+        node: the metadata.
+        where: the object that has the metadata.
+
+    Raises:
+        CheckpointDamaged: the array does not conform to this format.
+    """
+    try:
+        if node["node_type"] != "array":
+            raise ValueError(f"{key}: node type {node['node_type']!r:.200}")
+        return _parse_array(key, node)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"{where} does not describe {key}: {error!r}; load an older step"
+        ) from error
+
+
+def check_required(
+    tensors: Mapping[str, StoredTensor], required: Collection[str], where: str
+) -> None:
+    """Check that a manifest requires the features that tensors need.
+
+    Raises:
+        CheckpointDamaged: it does not.
+    """
+    if unnamed := set(required_features(tensors)) - set(required):
+        raise CheckpointDamaged(
+            f"{where} needs {', '.join(sorted(unnamed))}, which the manifest does not require; "
+            "load an older step"
+        )
 
 
 def _parse_array(key: str, node: Any) -> StoredTensor:

@@ -15,6 +15,9 @@ finding out that no rank's boxes have changed; `message_bytes_per_rank` what a p
 sends; `metadata_bytes_per_rank` and `objects_per_rank` what is stored, the latter with the tensors'
 objects; `open_s` opening and finding all of one rank's boxes, alone; `requests` those of writing
 and of opening.
+
+`stages` is about a checkpoint of many tensors, which 16 pipeline stages wrote: what one stage's
+rank takes to open it and to find its boxes, and what a reader of all takes.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 
 from keepstep.checkpoint.collective_plan import signature_of
-from keepstep.checkpoint.layout.boxes import Box, Entry
+from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.stored.cell_index import cell_count
@@ -51,6 +54,7 @@ from keepstep.checkpoint.stored.chunking import (
     PlannedChunk,
     StoredTensor,
     chunk_at,
+    plan_chunks,
 )
 from keepstep.checkpoint.stored.listings import (
     ChunkObject,
@@ -84,6 +88,7 @@ from ops.bench.checkpoint import BUCKET, s3_server
 
 RANKS = (64, 1024, 10240)
 LAYERS, HIDDEN, INNER = 125, 8192, 22016
+STAGES, TENSORS_PER_STAGE = 16, 4000
 SLOTS = ("model/{}", "optim/{}/exp_avg", "optim/{}/exp_avg_sq", "optim/{}/step")
 PARALLEL_WRITES = 16
 # How many ranks' own work is timed, of those that do not plan.
@@ -274,9 +279,9 @@ def measure(model: Model, ranks: int, url: str, console: Console) -> Result:
         nbytes = len(data)
         for chunk in chunks:
             if not any(chunk.place) and not stored[chunk.key].is_packed:
-                metadata = encode(array_metadata(chunk.key, stored[chunk.key]))
-                storage.write(f"{attempt.directory}/{chunk.key}/{ROOT}", [metadata])
-                nbytes += len(metadata)
+                content = encode(array_metadata(chunk.key, stored[chunk.key]))
+                storage.write(f"{attempt.directory}/{chunk.key}/{ROOT}", [content])
+                nbytes += len(content)
         return entry, nbytes
 
     with ThreadPoolExecutor(PARALLEL_WRITES) as pool:
@@ -290,7 +295,7 @@ def measure(model: Model, ranks: int, url: str, console: Console) -> Result:
     open_alone_s = time.perf_counter() - begun_s
     opened.locate([(entry.key, entry.box) for entry in model.entries(ranks // 2, ranks)])
     open_s = time.perf_counter() - begun_s
-    metadata = sum(nbytes for _, nbytes in written) + sum(
+    metadata_nbytes = sum(nbytes for _, nbytes in written) + sum(
         entry.nbytes for entry in opened.manifest.objects if not entry.is_part
     )
     data_objects = sum(
@@ -302,13 +307,46 @@ def measure(model: Model, ranks: int, url: str, console: Console) -> Result:
         "plan_s_of_slowest": round(max(p.seconds for p in planned) + own_s, 3),
         "plan_again_s_per_rank": round(again_s, 3),
         "message_bytes_per_rank": round(statistics.median(p.nbytes for p in planned)),
-        "metadata_bytes_per_rank": round(metadata / ranks),
+        "metadata_bytes_per_rank": round(metadata_nbytes / ranks),
         "objects_per_rank": round((data_objects + write_requests) / ranks, 1),
         "write_s": round(write_s, 1),
         "open_s": round(open_s, 2),
         "of_it_manifest_and_arrays_s": round(open_alone_s, 2),
         "requests": {"write": write_requests, "open": 4 + reading.requests},
     }
+
+
+def measure_stages(url: str, tensors_per_stage: int) -> Result:
+    """Measure how long a rank of one pipeline stage, and a reader of all, take to open."""
+    shards = []
+    for stage in range(STAGES):
+        entries = tuple(
+            Entry(
+                key=f"model/stage{stage:02d}.{number}.weight",
+                dtype="float32",
+                global_shape=(128, 128),
+                box=Box.whole((128, 128)),
+                byte_offset=0,
+                nbytes=2**16,
+            )
+            for number in range(tensors_per_stage)
+        )
+        shards.append(ShardIndex(stage, entries, {}))
+    plan, storage = plan_chunks(shards), open_storage(url)
+    attempt = Attempt(StoredStep(1, 0), "stages")
+    parts = []
+    for stage, chunks in enumerate(plan.chunks):
+        data = listing(dict(plan.tensors), chunks, stage)
+        parts.append(StoredObject(part_name(stage), len(data), crc32c.crc32c(data)))
+        storage.write(f"{attempt.directory}/{parts[-1].name}", [data])
+    publish(storage, attempt, parts, plan.tensors, plan.chunk_parts(), {})
+    result: Result = {"tensors": STAGES * tensors_per_stage, "stages": STAGES}
+    for name, wanted in (("open_stage_s", [shards[STAGES // 2]]), ("open_all_s", shards)):
+        boxes = [(entry.key, entry.box) for shard in wanted for entry in shard.entries]
+        begun_s = time.perf_counter()
+        StoredCheckpoint.open(url, 1, 0).locate(boxes)
+        result[name] = round(time.perf_counter() - begun_s, 2)
+    return result
 
 
 def chunks_of(
@@ -331,6 +369,10 @@ def main(as_json: bool, quick: bool) -> None:
             url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
             results[str(ranks)] = measure(model, ranks, url, console)
             console.print(ranks, results[str(ranks)])
+        stages = measure_stages(
+            f"s3://{BUCKET}/{uuid.uuid4().hex}", TENSORS_PER_STAGE // (10 if quick else 1)
+        )
+        console.print("stages", stages)
     table = Table(title=f"{len(model.tensors):,} tensors, {model.nbytes / 1e12:.2f} TB")
     table.add_column("ranks")
     for name in results["64"]:
@@ -338,7 +380,8 @@ def main(as_json: bool, quick: bool) -> None:
     for count, row in results.items():
         table.add_row(count, *(str(value) for value in row.values()))
     console.print(table)
-    print(json.dumps({"tensors": len(model.tensors), "nbytes": model.nbytes, "ranks": results}))
+    about = {"tensors": len(model.tensors), "nbytes": model.nbytes}
+    print(json.dumps({**about, "ranks": results, "stages": stages}))
 
 
 if __name__ == "__main__":

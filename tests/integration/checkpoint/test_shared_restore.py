@@ -20,9 +20,16 @@ from torch.distributed.fsdp import fully_shard
 from werkzeug.serving import WSGIRequestHandler
 
 from keepstep import checkpoint
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    LayoutMismatch,
+    RankFailed,
+)
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.shared_restore import RestoreTraffic
-from keepstep.checkpoint.stored import files
+from keepstep.checkpoint.stored import files, reader
+from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.ranks import run_ranks
@@ -250,6 +257,59 @@ def test_damage_that_one_rank_reads_is_raised_on_all_or_falls_back_on_all(
     checkpoint.save(url, {"model": Model(seed=2)}, step=2)
     damage(url, pattern)
     run_ranks(restore_damaged, args=(str(tmp_path),), nprocs=3)
+
+
+STAGE_TENSORS = 2000
+
+
+def stage(number: int, seed: int, count: int = STAGE_TENSORS) -> nn.Module:
+    """Return a stage of many small parameters, with names that no other stage has."""
+    generator = torch.Generator().manual_seed(seed)
+    module = nn.Module()
+    for index in range(count):
+        values = torch.randn(3, generator=generator) + number
+        module.register_parameter(f"stage{number}_{index:04d}", nn.Parameter(values))
+    return module
+
+
+def restore_stages(rank: int, root: str) -> None:
+    join(root, "stages", rank, 2)
+    for step in (1, 2):
+        checkpoint.save(f"{root}/run", {"model": stage(rank, seed=step)}, step=step)
+    parsed: list[str] = []
+    parse_array = reader.parse_array
+
+    def parse(key: str, node: Json, where: str) -> StoredTensor:
+        parsed.append(key)
+        return parse_array(key, node, where)
+
+    reader.parse_array = parse
+    module = stage(rank, seed=9)
+    assert checkpoint.load(f"{root}/run", {"model": module}) == 2
+    for (name, got), want in zip(
+        module.named_parameters(), stage(rank, seed=2).parameters(), strict=True
+    ):
+        assert torch.equal(got, want), name
+    # Those of the other stage lie in the block that has some of both.
+    own = sum(f"stage{rank}_" in key for key in parsed)
+    assert STAGE_TENSORS <= own <= len(parsed) < 1.4 * STAGE_TENSORS
+    # What no rank has is missed, also where no rank would need its metadata.
+    lacking = stage(rank, seed=9, count=STAGE_TENSORS - (1 - rank))
+    with pytest.raises(LayoutMismatch, match="stage0_1999: in the source, but not in the model"):
+        checkpoint.load(f"{root}/run", {"model": lacking})
+    # A damaged block fails the load on all ranks, or has all of them go back.
+    dist.barrier()
+    if rank == 0:
+        damage(f"{root}/run", "zarr.json")
+    dist.barrier()
+    with pytest.raises(CheckpointDamaged, match=r"zarr\.json"):
+        checkpoint.load(f"{root}/run", {"model": module})
+    assert checkpoint.load(f"{root}/run", {"model": module}, fallback=True) == 1
+    leave()
+
+
+def test_stages_parse_the_metadata_of_their_tensors_only(tmp_path: Path) -> None:
+    run_ranks(restore_stages, args=(str(tmp_path),), nprocs=2)
 
 
 def restore_without_storage_on_one(rank: int, root: str) -> None:
