@@ -191,7 +191,14 @@ def save(
     read_box = boxes_reader(agreed)
     reports = report_parts(
         lambda content: write_part(
-            storage, attempt, plan.own.plan, [0], read_box, name=rank(), content=content
+            storage,
+            attempt,
+            plan.own.plan,
+            [0],
+            read_box,
+            name=rank(),
+            content=content,
+            last=PROCESS_SAVER.last_part,
         ),
         agreed.documents,
     )

@@ -10,6 +10,7 @@ import os
 
 from keepstep.checkpoint.collective_plan import PlanCache
 from keepstep.checkpoint.saving.saver import Saver
+from keepstep.checkpoint.stored.last_part import LastPart
 
 _EXIT_TIMEOUT_S = 600.0
 
@@ -22,6 +23,8 @@ class ProcessSaver:
         self._pid = 0
         self.plans = PlanCache()
         """Has the plan of the last blocking save."""
+        self.last_part = LastPart()
+        """Has the objects of the last blocking save."""
 
     @property
     def current(self) -> Saver | None:

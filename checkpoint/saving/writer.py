@@ -40,6 +40,7 @@ from keepstep.checkpoint.saving.messages import (
     Written,
 )
 from keepstep.checkpoint.server.priority import yield_to_training
+from keepstep.checkpoint.stored.last_part import LastPart
 from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
@@ -59,6 +60,7 @@ class Writer:
         self._task: WritePart | None = None
         self._payload = bytearray()
         self._write_memory = TransferPool()
+        self._last_part = LastPart()
 
     def run(self) -> None:
         """Serve until the rank closes its end."""
@@ -115,6 +117,7 @@ class Writer:
             name=self._plan.rank,
             memory=self._write_memory,
             content=content,
+            last=self._last_part,
         )
         return Written(
             name=part.name, nbytes=part.nbytes, crc32c=part.crc32c, content=content.total

@@ -36,6 +36,7 @@ from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.plan_exchange import PlanExchange
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.checkpoint.stored.last_part import LastPart
 from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -86,6 +87,7 @@ class Persistence:
         self._plan_answers = plan_answers
         self._plan_exchange = PlanExchange(plan_answers, self._connect)
         self._write_memory = TransferPool()
+        self._last_part = LastPart()
         self._attempt: _Attempt | None = None
         self._is_closing = threading.Event()
 
@@ -161,6 +163,7 @@ class Persistence:
                 stop=stop.is_set,
                 memory=self._write_memory,
                 content=content,
+                last=self._last_part,
             )
             listing = PartListing(written.name, written.nbytes, written.crc32c, content.total)
             event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)

@@ -23,7 +23,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -36,6 +36,7 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
 )
 from keepstep.checkpoint.layout.integers import round_up
+from keepstep.checkpoint.stored.links import Link
 from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
 from keepstep.checkpoint.stored.transfer_memory import allocate
 from keepstep.checkpoint.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
@@ -121,13 +122,16 @@ class FileStorage:
                 _write_buffered(unfinished, views, flush=is_large)
             unfinished.replace(path)
 
+    def links(self) -> AbstractContextManager[Link]:
+        """See `Storage.links`. A named file never changes, so it may have many names."""
+        return nullcontext(self._link)
+
     @property
-    def supports_links(self) -> bool:
-        """See `Storage.supports_links`."""
+    def has_cheap_metadata(self) -> bool:
+        """See `Storage.has_cheap_metadata`."""
         return True
 
-    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.link_identical`. A named file never changes, so it may have many names."""
+    def _link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
         with suppress(OSError, CheckpointDamaged), _open_file(self.root / source) as file:
             if _has_content(file, pieces):
                 with self._temporary_path(self.root / name) as unfinished:

@@ -1,4 +1,6 @@
-"""Checkpoints in object stores, by TensorStore's drivers; in S3 directories are found without it.
+"""Checkpoints in object stores, by TensorStore's drivers.
+
+In S3 directories are found, and objects copied, without TensorStore.
 
 It relies on this: an acknowledged PUT is complete and durable.
 """
@@ -10,15 +12,17 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import tensorstore
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from keepstep.checkpoint.stored import s3_listing
+from keepstep.checkpoint.stored import s3_copies, s3_listing
+from keepstep.checkpoint.stored.links import Link
 from keepstep.checkpoint.stored.object_names import PROBE_PREFIX
-from keepstep.checkpoint.stored.s3_listing import S3Location
+from keepstep.checkpoint.stored.s3_client import S3Location
 
 # About 20 seconds in all. The default of 32 retries would make a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
@@ -115,13 +119,15 @@ class ObjectStorage:
         data = b"".join(pieces)
         self._request(f"write {name}", lambda: self.store.write(name, data), len(data))
 
-    @property
-    def supports_links(self) -> bool:
-        """See `Storage.supports_links`: a second name would be a second object."""
-        return False
+    def links(self) -> AbstractContextManager[Link]:
+        """See `Storage.links`: nothing is linked but in S3."""
+        if self.s3 is None:
+            return nullcontext(lambda source, name, pieces: False)
+        return s3_copies.copier(self.s3, self.request_timeout_s)
 
-    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.link_identical`."""
+    @property
+    def has_cheap_metadata(self) -> bool:
+        """See `Storage.has_cheap_metadata`."""
         return False
 
     def flush(self, names: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 `keepstep.checkpoint.stored.files` implements it with files, `keepstep.checkpoint.stored.objects`
 with TensorStore's key-value stores (S3, Google Cloud Storage, and memory for tests), and in S3
-`keepstep.checkpoint.stored.s3_listing` finds directories. All pass one suite of tests.
+`keepstep.checkpoint.stored.s3_listing` finds directories and `s3_copies` copies what S3 has. All
+pass one suite of tests.
 
 Invariants: an object is visible only when it is complete; `create` never replaces an object.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.stored.links import Link
 from keepstep.checkpoint.stored.urls import ParsedUrl, parse_url
 
 
@@ -75,23 +78,18 @@ class Storage(Protocol):
         """Write an object, the concatenation of the pieces; it is durable after `flush`."""
         ...
 
-    @property
-    def supports_links(self) -> bool:
-        """Whether `link_identical` can ever succeed."""
+    def links(self) -> AbstractContextManager[Link]:
+        """Yield what gives objects other names, instead of writing the same bytes again.
+
+        In S3 it makes a copy of the object, which takes as much room, and sends no bytes.
+        """
         ...
 
-    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """Give an object that has exactly these bytes another name, instead of writing them again.
+    @property
+    def has_cheap_metadata(self) -> bool:
+        """Whether each writer may look what is in the newest checkpoint, to link it.
 
-        The new name is durable after `flush`.
-
-        Args:
-            source: the object.
-            name: its new name.
-            pieces: the bytes that it must have.
-
-        Returns:
-            False if the object has other bytes, does not exist, or cannot have another name.
+        In object stores thousands of writers would request the same objects at once.
         """
         ...
 

@@ -38,6 +38,7 @@ from keepstep.checkpoint.stored.chunking import (
     cells_over,
 )
 from keepstep.checkpoint.stored.key_index import INDEXED_NBYTES, KeyIndex, blocks_of
+from keepstep.checkpoint.stored.last_part import LastPart
 from keepstep.checkpoint.stored.listings import (
     ChunkObject,
     DataObject,
@@ -128,11 +129,12 @@ def write_part(
     threads: int | None = None,
     memory: TransferPool | None = None,
     content: ContentSum | None = None,
+    last: LastPart | None = None,
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
-    Objects that equal those of the newest checkpoint, such as frozen weights, are linked instead of
-    written if the storage supports it.
+    Objects that equal those that the writer wrote last, or those of the newest checkpoint, such as
+    frozen weights, are linked instead of written if the storage supports it.
 
     The writer of an array's first chunk also writes the array's metadata: there may be thousands of
     arrays, and `publish` runs on one writer while the others wait.
@@ -148,15 +150,18 @@ def write_part(
         threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
         memory: what objects are encoded into, if parts are written one after the other.
         content: gets the hashes of what `read_box` returns.
+        last: what this writer wrote last, if parts are written one after the other.
 
     Raises:
         CheckpointExists: this step of this generation is committed.
         CheckpointError: a write failed, or the attempt was stopped.
     """
     _check_not_committed(storage, attempt.stored)
-    previous = _previous_objects(storage, attempt.stored, name)
-
     pool = TransferPool() if memory is None else memory
+    last = LastPart() if last is None else last
+    previous = last.paths(storage.url)
+    if previous is None:
+        previous = _previous_objects(storage, attempt.stored, name)
 
     def write(job: _Job) -> DataObject:
         chunks = [job] if isinstance(job, Chunk) else job.chunks
@@ -177,7 +182,7 @@ def write_part(
         target = f"{attempt.directory}/{item.name}"
         source = previous.get(item)
         # Equal checksums do not prove that the bytes are equal; the storage compares them.
-        if source is None or not storage.link_identical(source, target, pieces):
+        if source is None or not link(source, target, pieces):
             storage.write(target, pieces)
         return item
 
@@ -195,7 +200,8 @@ def write_part(
 
     jobs = list(write_jobs(plan, writers, name))
     try:
-        written = _map_parallel(write, jobs, threads)
+        with storage.links() as link:
+            written = _map_parallel(write, jobs, threads)
     finally:
         pool.trim(_KEPT_NBYTES)
     listing = encode_part(written)
@@ -204,6 +210,7 @@ def write_part(
     arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
     names = [*(item.name for item in written), *(f"{key}/{ROOT}" for key in arrays), part.name]
     storage.flush([f"{attempt.directory}/{stored}" for stored in names])
+    last.note(storage.url, {item: f"{attempt.directory}/{item.name}" for item in written})
     return part
 
 
@@ -331,12 +338,12 @@ def manifest_of(
 def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
     """Return the objects that the writer of this name wrote of the newest checkpoint.
 
-    Each object is mapped to its path. The result is empty if the storage does not support links, or
+    Each object is mapped to its path. The result is empty if to look for them costs too much, or
     another attempt has committed this step.
     """
-    if not storage.supports_links:
+    if not storage.has_cheap_metadata:
         return {}
-    # Found without a look at all checkpoints: every writer of every checkpoint comes here.
+    # Found without a look at all checkpoints: every writer that has written nothing comes here.
     previous = newest_in(storage)
     if previous is None or previous == step:
         return {}

@@ -3,85 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 import ssl
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
 import trustme
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored import s3_listing
 from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, StoredStep
 from keepstep.checkpoint.stored.objects import ObjectStorage
-from keepstep.checkpoint.stored.s3_listing import S3Location, directories_with
+from keepstep.checkpoint.stored.s3_client import S3Location, open_client
+from keepstep.checkpoint.stored.s3_listing import directories_with
 from keepstep.checkpoint.stored.steps import list_steps, newest
 from keepstep.checkpoint.stored.storage import open_storage
+from tests.integration.checkpoint.recorded_s3 import Recorder, serve
 from tests.patience import patient
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request that the server got, and its answer."""
-
-    method: str
-    path: str
-    query: str
-    authorization: str
-    answer: str
-
-    @property
-    def is_listing(self) -> bool:
-        return self.query.startswith("list-type=2")
-
-    @property
-    def keys(self) -> list[str]:
-        """The last parts of objects' keys in the answer to a listing."""
-        return [key.rpartition("/")[2] for key in re.findall(r"<Key>([^<]*)</Key>", self.answer)]
-
-    @property
-    def directories(self) -> list[str]:
-        """The names of directories in the answer to a listing."""
-        prefixes = re.findall(r"<CommonPrefixes><Prefix>([^<]*)/</Prefix>", self.answer)
-        return [prefix.rpartition("/")[2] for prefix in prefixes]
-
-
-class Recorder:
-    """The application of moto's server; it keeps the requests. May ignore StartAfter."""
-
-    def __init__(self) -> None:
-        self.application = DomainDispatcherApplication(create_backend_app)
-        self.requests: list[Request] = []
-        self.ignores_start = False
-
-    def __call__(
-        self, environ: dict[str, Any], start_response: Callable[..., Any]
-    ) -> Iterable[bytes]:
-        if self.ignores_start:
-            environ["QUERY_STRING"] = re.sub("&?start-after=[^&]*", "", environ["QUERY_STRING"])
-        answer = b"".join(self.application(environ, start_response))
-        self.requests.append(
-            Request(
-                environ["REQUEST_METHOD"],
-                environ["PATH_INFO"],
-                environ["QUERY_STRING"],
-                environ.get("HTTP_AUTHORIZATION", ""),
-                answer.decode(errors="replace"),
-            )
-        )
-        return [answer]
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +36,6 @@ def recorder() -> Recorder:
 def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
     with serve(recorder, None) as address:
         yield address
-
-
-@contextmanager
-def serve(recorder: Recorder, context: ssl.SSLContext | None) -> Iterator[tuple[str, int]]:
-    server = make_server("127.0.0.1", 0, recorder, threaded=True, ssl_context=context)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield "127.0.0.1", server.port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +172,7 @@ def test_a_listing_ignores_the_endpoint_in_files_of_aws_tools(
     monkeypatch.setenv("AWS_CONFIG_FILE", os.fspath(tmp_path / "config"))
     at_aws = replace(location(f"{s3}/x"), endpoint=None, region="eu-west-1")
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    with s3_listing._open_client(at_aws, 60.0, anonymous=False) as client:
+    with open_client(at_aws, 60.0, anonymous=False) as client:
         assert client.meta.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,7 @@ from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, to
 from keepstep.checkpoint.memory.arena import box_bytes
 from keepstep.checkpoint.stored import chunking, writer
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
+from keepstep.checkpoint.stored.links import Link
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.writer import publish, write_part
@@ -71,11 +73,11 @@ class DictStorage:
         return None
 
     @property
-    def supports_links(self) -> bool:
+    def has_cheap_metadata(self) -> bool:
         return False
 
-    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        return False
+    def links(self) -> AbstractContextManager[Link]:
+        return nullcontext(lambda source, name, pieces: False)
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         assert offset + nbytes <= len(self.objects[name]), "no read beyond an object's end"
