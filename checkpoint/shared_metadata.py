@@ -21,11 +21,11 @@ from keepstep.checkpoint.agreement import (
     on_all_ranks,
     on_all_ranks_telling,
 )
-from keepstep.checkpoint.collective import world_size
+from keepstep.checkpoint.collective import rank, world_size
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.stored.metadata import StoredMetadata
-from keepstep.checkpoint.stored.object_names import StoredStep
+from keepstep.checkpoint.stored.object_names import INDEX, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps, missing, newest
 
@@ -51,7 +51,7 @@ def open_together(
     if world_size() == 1:
         return StoredCheckpoint.open(url, step, generation)
     told = from_rank_0(lambda: _encode(_read(url, step, generation)))
-    return on_all_ranks(lambda: StoredCheckpoint.of(url, _decode(told)))
+    return on_all_ranks(lambda: _of(url, _decode(told)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,10 @@ class FoundCheckpoint:
     damage: str | None = None
 
     def open(self) -> StoredCheckpoint:
-        """Return the checkpoint. What fails on one rank belongs into `on_all_ranks`.
+        """Return the checkpoint; all ranks must call it.
+
+        They share the check of a large one, and then all raise if it fails on any. Otherwise what
+        fails on one rank belongs into `on_all_ranks`.
 
         Raises:
             CheckpointDamaged: its metadata is not what was written.
@@ -74,7 +77,11 @@ class FoundCheckpoint:
             raise CheckpointDamaged(self.damage)
         if not self.told:
             return StoredCheckpoint.open(self.url, self.stored.step, self.stored.generation)
-        return StoredCheckpoint.of(self.url, _decode(self.told))
+        # The same on all ranks.
+        _, _, names = json.loads(bytes(self.told[0]))
+        if INDEX not in names:
+            return StoredCheckpoint.of(self.url, _decode(self.told))
+        return on_all_ranks(lambda: _of(self.url, _decode(self.told)))
 
 
 def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
@@ -121,6 +128,10 @@ def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
     if len(content) == 1:
         return FoundCheckpoint(url, stored, damage=bytes(content[0]).decode())
     return FoundCheckpoint(url, stored, content)
+
+
+def _of(url: str, metadata: StoredMetadata) -> StoredCheckpoint:
+    return StoredCheckpoint.of(url, metadata, rank=rank(), world_size=world_size())
 
 
 def _read(url: str, step: int | None, generation: int | None) -> StoredMetadata:

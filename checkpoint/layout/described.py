@@ -7,7 +7,7 @@ of an entry that are not known here are left to later releases.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -122,12 +122,16 @@ _NARROWER: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def check_described(documents: Mapping[str, Json], tensors: _Tensors) -> None:
+def check_described(
+    documents: Mapping[str, Json], tensors: _Tensors, *, rank: int = 0, world_size: int = 1
+) -> None:
     """Check what documents say of tensors.
 
     Args:
         documents: all documents; those about something else are left alone.
         tensors: all that the documents may be about.
+        rank: which share of what is said this rank checks, of tensors that follow each other.
+        world_size: the number of shares.
 
     Raises:
         ValueError: a document contradicts the tensors or itself; the message names both.
@@ -135,13 +139,13 @@ def check_described(documents: Mapping[str, Json], tensors: _Tensors) -> None:
     provenance = documents.get(PROVENANCE)
     if provenance is not None and not isinstance(provenance, dict):
         raise ValueError(f"{PROVENANCE} is an object, not {_shown(provenance)}")
-    for alias, entry in _entries(TIED, documents):
+    for alias, entry in _share(_entries(TIED, documents), rank, world_size):
         name, is_transposed = _tied(alias, entry)
         spec = _spec(tensors, f"{MODEL_PREFIX}{name}", f"{TIED}: {alias}")
         if is_transposed and len(spec.shape) != 2:
             raise ValueError(f"{TIED}: {alias} is {name} transposed, which has shape {spec.shape}")
     for name, check in _CHECKS.items():
-        for key, entry in _entries(name, documents):
+        for key, entry in _share(_entries(name, documents), rank, world_size):
             where = f"{name}: {key}"
             if not isinstance(entry, dict):
                 raise ValueError(f"{where} is an object, not {_shown(entry)}")
@@ -231,9 +235,13 @@ def _check_acyclic(name: str, documents: Mapping[str, Json], tensors: _Tensors) 
     """Check that no tensor is an average, or the scale, of what is an average or scale of it."""
     references = {
         found(tensors, key): [
-            entry[member] for member in ("of", "scale", "zero_point") if member in entry
+            entry[member]
+            for member in ("of", "scale", "zero_point")
+            if isinstance(entry.get(member), str)
         ]
         for key, entry in _entries(name, documents)
+        # Others are for the rank in whose share they are.
+        if isinstance(entry, dict)
     }
     try:
         TopologicalSorter(references).prepare()
@@ -248,6 +256,15 @@ _CHECKS: Mapping[str, Callable[[str, str, dict[str, Json], _Tensors], None]] = {
     AVERAGES: _check_averages,
     SCALES: _check_scales,
 }
+
+
+def _share(
+    entries: Iterable[tuple[str, Json]], rank: int, world_size: int
+) -> Sequence[tuple[str, Json]]:
+    """Return a rank's share of what is said of tensors, by key, in order of the keys."""
+    ordered = sorted(entries, key=lambda entry: entry[0])
+    first, end = (n * len(ordered) // world_size for n in (rank, rank + 1))
+    return ordered[first:end]
 
 
 def _entries(name: str, documents: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:

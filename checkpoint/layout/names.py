@@ -16,7 +16,6 @@ _RESERVED_ROOTS = frozenset(
         "parts",
         "packs",
         "chunks.json",
-        "index.json",
         "manifest.json",
         "documents.json",
         "zarr.json",

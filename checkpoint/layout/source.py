@@ -7,7 +7,7 @@ Pure. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Za
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,11 +40,17 @@ def slots_in(
 ) -> dict[str, dict[str, TensorSpec]]:
     """Return the optimizer slots of these parameters among tensors, by parameter and slot."""
     slots: dict[str, dict[str, TensorSpec]] = {}
-    for key in tensors:
+    for key, name, slot in slot_keys(tensors, parameters):
+        slots.setdefault(name, {})[slot] = tensors[key]
+    return slots
+
+
+def slot_keys(keys: Iterable[str], parameters: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of these parameters' optimizer slots, with the parameter and the slot."""
+    for key in keys:
         name, _, slot = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
         if key.startswith(OPTIMIZER_PREFIX) and name in parameters:
-            slots.setdefault(name, {})[slot] = tensors[key]
-    return slots
+            yield key, name, slot
 
 
 class Source(Protocol):

@@ -33,6 +33,7 @@ from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.listings import DataObject, encode_part
 from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.object_names import (
+    INDEX,
     MANIFEST,
     NEWEST,
     PROBE_PREFIX,
@@ -325,7 +326,8 @@ def copy(
     committed = f"{source.stored.directory}/{MANIFEST}"
     if target.exists(committed):
         existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
-        if existing.objects == manifest_of(attempt, parts, others, required).objects:
+        copied = manifest_of(attempt, parts, others, required)
+        if _content_of(existing) == _content_of(copied):
             stored = source.stored
             StoredCheckpoint.open(url, stored.step, stored.generation).verify(report)
             return stored
@@ -353,6 +355,11 @@ def copy(
     target.flush([f"{attempt.directory}/{name}" for name in (*names, *documents)])
     commit(target, attempt, parts, others, required)
     return source.stored
+
+
+def _content_of(manifest: Manifest) -> list[StoredObject]:
+    """Return the objects that say what a checkpoint has: without the index, which not all have."""
+    return [entry for entry in manifest.objects if entry.name != INDEX]
 
 
 def _chunk_parts(

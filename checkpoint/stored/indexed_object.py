@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import crc32c
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.stored.key_index import ByteRange
+from keepstep.checkpoint.stored.key_index import INDEXED_NBYTES, ByteRange
 from keepstep.checkpoint.stored.manifest import Manifest
 from keepstep.checkpoint.stored.metadata import entry_of, read_verified
 from keepstep.checkpoint.stored.storage import Storage
 from keepstep.checkpoint.stored.stored_json import decode
 
-_FEWEST_READS = 8
-_READS_OF_ALL = 1 / 8
+_SINGLE_READS = 8
+"""How many blocks are read one after the other: who goes on to ask so gets all."""
+
+_PARALLEL_READS = 8
+_LARGEST_READ_NBYTES = 2**26
 
 _Member = TypeVar("_Member")
 
@@ -25,8 +29,8 @@ _Member = TypeVar("_Member")
 class IndexedObject(Generic[_Member]):
     """Members of a JSON object, parsed, by key. Thread-safe.
 
-    Blocks are read one by one, each when it is needed, up to an eighth of all, or eight: who needs
-    more of them gets the whole object by one read.
+    Blocks are read when they are needed, several at a time. The whole object is read at once where
+    it is small, where half of its blocks are needed, and after some reads of one block.
 
     Args:
         storage: has the checkpoint.
@@ -59,10 +63,10 @@ class IndexedObject(Generic[_Member]):
         self._ranges = ranges
         self._parse = parse
         self._content = content
-        self._reads_left = max(_FEWEST_READS, int(_READS_OF_ALL * len(ranges)))
+        self._single_reads = 0
         self._blocks: dict[int, Mapping[str, _Member]] = {}
         self._lock = threading.Lock()
-        nbytes = entry_of(storage, manifest, name).nbytes
+        self._nbytes = nbytes = entry_of(storage, manifest, name).nbytes
         if any(part.offset + part.nbytes > nbytes for part in ranges):
             raise CheckpointDamaged(
                 f"{self._where} has {nbytes} bytes, fewer than its index tells of; load an older "
@@ -79,16 +83,49 @@ class IndexedObject(Generic[_Member]):
         number = self._numbers.get(key)
         if number is None:
             return None
-        block = self._blocks.get(number)
-        if block is None:
-            with self._lock:
-                block = self._blocks.get(number)
-                if block is None:
-                    block = self._blocks[number] = self._read(self._ranges[number])
-        return block.get(key)
+        if number not in self._blocks:
+            self.load((key,))
+        return self._blocks[number].get(key)
 
-    def _read(self, part: ByteRange) -> Mapping[str, _Member]:
-        data = self._bytes(part)
+    def load(self, keys: Iterable[str]) -> None:
+        """Read and parse the members of these keys, as far as that was not done.
+
+        Raises:
+            CheckpointDamaged: the block of one of them is not what was written.
+            CheckpointError: one cannot be read.
+        """
+        wanted = {self._numbers[key] for key in keys if key in self._numbers}
+        with self._lock:
+            missing = sorted(wanted - self._blocks.keys())
+            for number, data in zip(missing, self._read(missing), strict=True):
+                self._blocks[number] = self._parsed(number, data)
+
+    def _read(self, numbers: Sequence[int]) -> list[bytes]:
+        if not numbers:
+            return []
+        ranges = [self._ranges[number] for number in numbers]
+        if self._content is None and self._needs_all(ranges):
+            self._content = read_verified(self._storage, self._manifest, self._name)
+        content = self._content
+        if content is not None:
+            return [content[part.offset : part.offset + part.nbytes] for part in ranges]
+        if len(ranges) == 1:
+            self._single_reads += 1
+            return [self._bytes(ranges[0])]
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+            return list(pool.map(self._bytes, ranges))
+
+    def _needs_all(self, ranges: Sequence[ByteRange]) -> bool:
+        return (
+            self._nbytes < INDEXED_NBYTES
+            or self._single_reads >= _SINGLE_READS
+            or 2 * (len(self._blocks) + len(ranges)) > len(self._ranges)
+            # Memory is taken for a range before it is read: metadata may claim any size.
+            or any(part.nbytes > _LARGEST_READ_NBYTES for part in ranges)
+        )
+
+    def _parsed(self, number: int, data: bytes) -> Mapping[str, _Member]:
+        part = self._ranges[number]
         if crc32c.crc32c(data) != part.crc32c:
             raise CheckpointDamaged(
                 f"{self._where}: bytes from {part.offset} do not match their checksum, they were "
@@ -100,15 +137,10 @@ class IndexedObject(Generic[_Member]):
         return {
             key: self._parse(key, member, self._where)
             for key, member in members.items()
-            if key in self._numbers
+            if self._numbers.get(key) == number
         }
 
     def _bytes(self, part: ByteRange) -> bytes:
-        if self._content is None and self._reads_left == 0:
-            self._content = read_verified(self._storage, self._manifest, self._name)
-        if self._content is not None:
-            return self._content[part.offset : part.offset + part.nbytes]
-        self._reads_left -= 1
         data = bytearray(part.nbytes)
         path = f"{self._manifest.directory}/{self._name}"
         try:

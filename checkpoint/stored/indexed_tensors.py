@@ -1,31 +1,64 @@
-"""Tensors of a checkpoint by key, whose metadata is read and parsed when it is needed."""
+"""Metadata of a checkpoint with an index: tensors by key, and which part lists their chunks.
+
+It is read and parsed when it is needed. To go over the keys needs nothing but the index.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 
 from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.indexed_object import IndexedObject
 from keepstep.checkpoint.stored.key_index import KeyIndex
+from keepstep.checkpoint.stored.listings import parse_chunk_parts
+from keepstep.checkpoint.stored.manifest import Manifest
+from keepstep.checkpoint.stored.object_names import CHUNKS, ROOT
+from keepstep.checkpoint.stored.storage import Storage
+from keepstep.checkpoint.stored.zarr_metadata import check_required, parse_array
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
     """The tensors that root metadata with an index describe. Thread-safe.
 
-    To go over the keys needs nothing but the index.
-
     Args:
         index: the index.
-        metadata: the root metadata.
-        where: its URL, for error messages.
+        storage: has the checkpoint.
+        manifest: the checkpoint's.
+        contents: objects that were read already, verified.
+
+    Raises:
+        CheckpointDamaged: the index is not that of the manifest's objects.
     """
 
-    def __init__(self, index: KeyIndex, metadata: IndexedObject[StoredTensor], where: str) -> None:
+    def __init__(
+        self,
+        index: KeyIndex,
+        storage: Storage,
+        manifest: Manifest,
+        contents: Mapping[str, bytes],
+    ) -> None:
+        def parse(key: str, node: Json, where: str) -> StoredTensor:
+            tensor = parse_array(key, node, where)
+            check_required({key: tensor}, manifest.required, where)
+            return tensor
+
         self._keys = index.numbers
-        self._metadata = metadata
-        self._where = where
+        self._where = f"{storage.url}/{manifest.directory}/{ROOT}"
+        self._arrays = IndexedObject(
+            storage, manifest, ROOT, index.numbers, index.arrays, parse, contents.get(ROOT)
+        )
+        self._chunks = IndexedObject(
+            storage,
+            manifest,
+            CHUNKS,
+            index.numbers,
+            index.chunks,
+            lambda key, numbers, where: parse_chunk_parts(numbers, where),
+            contents.get(CHUNKS),
+        )
 
     def __getitem__(self, key: str) -> StoredTensor:
         """Return a tensor.
@@ -37,7 +70,7 @@ class IndexedTensors(Mapping[str, StoredTensor]):
         """
         if key not in self._keys:
             raise KeyError(key)
-        tensor = self._metadata.get(key)
+        tensor = self._arrays.get(key)
         if tensor is None:
             raise CheckpointDamaged(
                 f"{self._where} does not describe {key} where the index says; load an older step"
@@ -52,6 +85,33 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def items(self) -> ItemsView[str, StoredTensor]:
+        """Return all tensors with their keys. Raises as for one tensor."""
+        self.load(self._keys)
+        return super().items()
+
+    def values(self) -> ValuesView[StoredTensor]:
+        """Return all tensors. Raises as for one tensor."""
+        self.load(self._keys)
+        return super().values()
+
+    def load(self, keys: Iterable[str]) -> None:
+        """Read the metadata of these tensors at once. Raises as for one tensor."""
+        self._arrays.load(keys)
+
+    def chunk_parts(self, key: str) -> int | tuple[int, ...] | None:
+        """Return the numbers of the parts that list a tensor's chunks, as `parse_chunk_parts` does.
+
+        Raises:
+            CheckpointDamaged: the metadata is not what was written.
+            CheckpointError: it cannot be read.
+        """
+        return self._chunks.get(key)
+
+    def load_chunk_parts(self, keys: Iterable[str]) -> None:
+        """Read at once what `chunk_parts` tells of these tensors. Raises as it does."""
+        self._chunks.load(keys)
 
 
 class Specs(Mapping[str, TensorSpec]):

@@ -122,9 +122,13 @@ class KeyIndex:
             if any(first >= second for first, second in itertools.pairwise(keys)):
                 raise ValueError("its keys are not in ascending order")
             check_keys(keys)
-            ranges = [(_range(arrays), _range(chunks)) for _, arrays, chunks in content]
-            arrays = [first for first, _ in ranges]
-            return cls.of(blocks, arrays, [second for _, second in ranges])
+            arrays = [_range(arrays) for _, arrays, _ in content]
+            chunks = [_range(chunks) for _, _, chunks in content]
+            # Else a few bytes could have a reader parse all of an object for every block.
+            for ranges in (arrays, chunks):
+                if any(a.offset + a.nbytes > b.offset for a, b in itertools.pairwise(ranges)):
+                    raise ValueError("its ranges are not one after the other")
+            return cls.of(blocks, arrays, chunks)
         except (TypeError, ValueError) as error:
             raise CheckpointDamaged(
                 f"{where} is not an index of arrays: {error}; load an older step"

@@ -58,6 +58,11 @@ class Pack:
 DataObject = ChunkObject | Pack
 
 
+def keys_of(item: DataObject) -> list[str]:
+    """Return the keys of the tensors of which an object has chunks."""
+    return [chunk.key for chunk in item.chunks] if isinstance(item, Pack) else [item.key]
+
+
 def encode_numbers(numbers: Sequence[int]) -> bytes:
     """Return numbers, such as checksums, as 4 bytes each, little endian."""
     return struct.pack(f"<{len(numbers)}I", *numbers)

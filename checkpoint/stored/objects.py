@@ -36,6 +36,8 @@ _SLOW_BYTES_PER_S = 2**18
 # minutes, yet a connection on which 64 MiB take half an hour does not fail a save, though repeated
 # requests use part of it.
 _TIMEOUT_FACTORS = (1, 4, 16)
+# Metadata may claim objects of any size.
+_LONGEST_WAIT_S = 86400.0
 # Requests that find out an object's size, at a time; and a size that no object store allows.
 _PARALLEL_PROBES = 16
 _LARGEST_NBYTES = 2**50
@@ -123,7 +125,7 @@ class ObjectStorage:
         """See `Storage.links`: nothing is linked but in S3."""
         if self.s3 is None:
             return nullcontext(lambda source, name, pieces: False)
-        return s3_copies.copier(self.s3, self.request_timeout_s)
+        return s3_copies.copier(self.s3)
 
     @property
     def has_cheap_metadata(self) -> bool:
@@ -243,7 +245,7 @@ class ObjectStorage:
             nbytes: how many bytes the request carries.
         """
         limits_s = [
-            self.request_timeout_s + nbytes / _SLOW_BYTES_PER_S * factor
+            min(_LONGEST_WAIT_S, self.request_timeout_s + nbytes / _SLOW_BYTES_PER_S * factor)
             for factor in _TIMEOUT_FACTORS
         ]
         finished: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -15,19 +15,19 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, Lay
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.described import check_described
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
+from keepstep.checkpoint.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slot_keys, slots_in
 from keepstep.checkpoint.layout.wrapper_names import StoredNames, may_have_wrappers
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span
 from keepstep.checkpoint.stored.cell_reads import PARALLEL_READS, CellReads, ReadRecord, Target
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
-from keepstep.checkpoint.stored.indexed_object import IndexedObject
 from keepstep.checkpoint.stored.indexed_tensors import IndexedTensors, Specs
 from keepstep.checkpoint.stored.key_index import KeyIndex
 from keepstep.checkpoint.stored.listings import (
     DataObject,
     decode_chunk_parts,
     decode_part,
-    parse_chunk_parts,
+    keys_of,
 )
 from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.stored.metadata import (
@@ -41,7 +41,7 @@ from keepstep.checkpoint.stored.part_listings import PartListings
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import decode, encode
 from keepstep.checkpoint.stored.strict_json import from_strict_json
-from keepstep.checkpoint.stored.zarr_metadata import check_required, parse_array, parse_root
+from keepstep.checkpoint.stored.zarr_metadata import check_required, parse_root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class StoredCheckpoint:
     """Whether all listings came with the metadata, as on all ranks that have the same."""
     _read_record: ReadRecord = field(default_factory=ReadRecord, compare=False, repr=False)
     _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    _index: KeyIndex | None = field(default=None, compare=False, repr=False)
+    _indexed: IndexedTensors | None = field(default=None, compare=False, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -79,24 +79,28 @@ class StoredCheckpoint:
         return cls.of(url, StoredMetadata.read(url, step, generation))
 
     @classmethod
-    def of(cls, url: str, metadata: StoredMetadata) -> StoredCheckpoint:
-        """Return the checkpoint that has this metadata. Raises as `open` does."""
+    def of(
+        cls, url: str, metadata: StoredMetadata, *, rank: int = 0, world_size: int = 1
+    ) -> StoredCheckpoint:
+        """Return the checkpoint that has this metadata.
+
+        Args:
+            url: the URL that has it.
+            metadata: its metadata.
+            rank: which of the ranks that do so with the same metadata this one is. Each checks a
+                part of what the documents say of tensors, and on a failure all must raise.
+            world_size: the number of these ranks.
+
+        Raises:
+            CheckpointError: as `open` does.
+        """
         manifest = decode_manifest(url, metadata.stored, metadata.manifest)
         where, storage = f"{url}/{manifest.directory}", open_storage(url)
-        index = None
+        indexed = None
         tensors: Mapping[str, StoredTensor]
         if INDEX in metadata.objects:
             index = KeyIndex.decode(metadata.objects[INDEX], f"{where}/{INDEX}")
-            root = IndexedObject(
-                storage,
-                manifest,
-                ROOT,
-                index.numbers,
-                index.arrays,
-                _array_parser(manifest),
-                metadata.objects.get(ROOT),
-            )
-            tensors = IndexedTensors(index, root, f"{where}/{ROOT}")
+            tensors = indexed = IndexedTensors(index, storage, manifest, metadata.objects)
         else:
             tensors = parse_root(metadata.objects[ROOT], f"{where}/{ROOT}")
             check_required(tensors, manifest.required, f"{where}/{ROOT}")
@@ -109,7 +113,7 @@ class StoredCheckpoint:
         if not isinstance(documents, dict):
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
         try:
-            check_described(documents, Specs(tensors))
+            check_described(documents, Specs(tensors), rank=rank, world_size=world_size)
         except ValueError as error:
             raise CheckpointDamaged(f"{where}/{DOCUMENTS}: {error}; load an older step") from error
         return cls(
@@ -119,11 +123,11 @@ class StoredCheckpoint:
             stored_tensors=tensors,
             documents=documents,
             has_listings=metadata.objects.keys() >= set(manifest.part_names().values()),
-            _index=index,
+            _indexed=indexed,
             _held={
                 name: data
                 for name, data in metadata.objects.items()
-                if name not in (ROOT, INDEX, DOCUMENTS)
+                if name not in (ROOT, INDEX, DOCUMENTS) and (indexed is None or name != CHUNKS)
             },
         )
 
@@ -164,6 +168,11 @@ class StoredCheckpoint:
 
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """See `Source.slots`."""
+        if self._indexed is not None:
+            # Who restores the slots of parameters wants the parameters, too.
+            slots = (key for key, *_ in slot_keys(self.tensors, parameters))
+            own = (f"{MODEL_PREFIX}{name}" for name in parameters)
+            self._indexed.load(map(self._stored_key, itertools.chain(slots, own)))
         return slots_in(self.tensors, parameters)
 
     def known_keys(self) -> Collection[str]:
@@ -197,11 +206,15 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
         """
-        return self._listings.index_for([(self._stored_key(key), box) for key, box in boxes])
+        stored = [(self._stored_key(key), box) for key, box in boxes]
+        self._load_chunk_parts(stored)
+        return self._listings.index_for(stored)
 
     def missing_listings(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
         """Return the numbers of the listings that `locate` would read. Raises as it does."""
-        missing = self._listings.missing_for([(self._stored_key(key), box) for key, box in boxes])
+        stored = [(self._stored_key(key), box) for key, box in boxes]
+        self._load_chunk_parts(stored)
+        missing = self._listings.missing_for(stored)
         names = self.manifest.part_names()
         return [number for number in missing if names[number] not in self._held]
 
@@ -231,16 +244,8 @@ class StoredCheckpoint:
 
     def _chunk_parts(self) -> Callable[[str], int | tuple[int, ...] | None] | None:
         """Return what finds the numbers of the listings that have a tensor's chunks."""
-        if self._index is not None:
-            return IndexedObject(
-                self.storage,
-                self.manifest,
-                CHUNKS,
-                self._index.numbers,
-                self._index.chunks,
-                lambda key, numbers, where: parse_chunk_parts(numbers, where),
-                self._held.pop(CHUNKS, None),
-            ).get
+        if self._indexed is not None:
+            return self._indexed.chunk_parts
         if self.manifest.find(CHUNKS) is not None:
             return decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS)).get
         return None
@@ -254,8 +259,18 @@ class StoredCheckpoint:
     def _stored_key(self, key: str) -> str:
         return self._stored_keys.get(key, key)
 
+    def _load_chunk_parts(self, boxes: Sequence[tuple[str, Box]]) -> None:
+        if self._indexed is not None:
+            keys = [key for key, _ in boxes]
+            self._indexed.load(keys)
+            self._indexed.load_chunk_parts(keys)
+
     def _read_part(self, name: str) -> tuple[DataObject, ...]:
-        return decode_part(self._take(name), self._location(name))
+        objects = decode_part(self._take(name), self._location(name))
+        if self._indexed is not None:
+            # So that nothing is to be read while the objects are added to the index of cells.
+            self._indexed.load(key for item in objects for key in keys_of(item))
+        return objects
 
     def _take(self, name: str) -> bytes:
         """Return an object that is parsed once: as another rank has read it, or from storage."""
@@ -335,28 +350,27 @@ class StoredCheckpoint:
             if not entry.is_part:
                 self.verified(entry.name)
         root = self.verified(ROOT)
-        if self._index is not None:
-            self._check_index(self._index, root)
+        if self._indexed is not None:
+            self._check_index(root)
         nodes = decode(root, self._location(ROOT))["consolidated_metadata"]["metadata"]
         for key, tensor in self.stored_tensors.items():
             name = f"{key}/{ROOT}"
             if not tensor.is_packed and self._read_object(name) != encode(nodes[key]):
                 raise CheckpointDamaged(f"{self._location(name)} was changed; load an older step")
 
-    def _check_index(self, index: KeyIndex, root: bytes) -> None:
+    def _check_index(self, root: bytes) -> None:
         """Check that the index tells of what the objects that it is about have, and of all of it.
 
         Raises:
             CheckpointDamaged: it does not.
         """
+        contents = {name: self.verified(name) for name in (INDEX, CHUNKS)}
+        index = KeyIndex.decode(contents[INDEX], self._location(INDEX))
+        indexed = IndexedTensors(index, self.storage, self.manifest, {ROOT: root, **contents})
+        numbers = decode_chunk_parts(contents[CHUNKS], self._location(CHUNKS))
         tensors = parse_root(root, self._location(ROOT))
-        numbers = decode_chunk_parts(self.verified(CHUNKS), self._location(CHUNKS))
-        find = self._chunk_parts()
-        assert find is not None, "where there is an index, it tells of chunks"
-        if (
-            index.numbers.keys() != tensors.keys()
-            or any(self._tensors_as_stored[key] != tensor for key, tensor in tensors.items())
-            or any(find(key) != numbers.get(key) for key in tensors)
+        if indexed != tensors or any(
+            indexed.chunk_parts(key) != numbers.get(key) for key in tensors
         ):
             raise CheckpointDamaged(
                 f"{self._location(INDEX)} tells of other arrays than {ROOT} and {CHUNKS} have; "
@@ -390,14 +404,3 @@ class StoredCheckpoint:
 
     def _location(self, name: str) -> str:
         return f"{self.storage.url}/{self.directory}/{name}"
-
-
-def _array_parser(manifest: Manifest) -> Callable[[str, Json, str], StoredTensor]:
-    """Return what parses the metadata of an array in a checkpoint that has this manifest."""
-
-    def parse(key: str, node: Json, where: str) -> StoredTensor:
-        tensor = parse_array(key, node, where)
-        check_required({key: tensor}, manifest.required, where)
-        return tensor
-
-    return parse

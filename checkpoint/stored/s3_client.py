@@ -46,9 +46,20 @@ class S3Location:
 
 @contextmanager
 def open_client(
-    location: S3Location, request_timeout_s: float, *, anonymous: bool
+    location: S3Location,
+    request_timeout_s: float,
+    *,
+    anonymous: bool,
+    max_attempts: int = _ATTEMPTS,
 ) -> Iterator[Any]:
-    """Connect to S3 as TensorStore does. The client may be used by several threads."""
+    """Connect to S3 as TensorStore does. The client may be used by several threads.
+
+    Args:
+        location: where the objects are.
+        request_timeout_s: how long to wait for an answer.
+        anonymous: send no credentials.
+        max_attempts: how many times a request is sent at most.
+    """
     import botocore.session
     from botocore import UNSIGNED
     from botocore.config import Config
@@ -56,7 +67,7 @@ def open_client(
     config = Config(
         connect_timeout=_CONNECT_TIMEOUT_S,
         read_timeout=request_timeout_s,
-        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        retries={"mode": "standard", "total_max_attempts": max_attempts},
         max_pool_connections=PARALLEL_REQUESTS,
         # TensorStore knows the environment's endpoint, not that of the files of AWS tools.
         ignore_configured_endpoint_urls=True,

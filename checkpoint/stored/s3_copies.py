@@ -8,74 +8,83 @@ promises this: what it says is copied has the MD5, as S3 tells it, of the bytes 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from keepstep.checkpoint.stored.links import Link
 from keepstep.checkpoint.stored.s3_client import S3Location, open_client
 
+log = logging.getLogger("keepstep")
+
 _LEAST_NBYTES = 2**20
 """Smaller objects are sent in about the time that the request for a copy takes."""
 
-# The source was deleted, or has other bytes: another source may still match.
-_NO_SUCH_SOURCE = (404, 412)
+_ANSWER_TIMEOUT_S = 20.0
+"""A copy of 64 MiB, more than most objects have, takes about a second."""
 
 
 @contextmanager
-def copier(location: S3Location, request_timeout_s: float) -> Iterator[Link]:
+def copier(location: S3Location) -> Iterator[Link]:
     """Yield what copies an object that has exactly certain bytes; as `Storage.links` does.
 
-    After a request that S3 refuses, as where objects may be written and not read, it makes no
-    further ones.
+    A copy is never needed, so whatever fails, the bytes are to be sent. Once a request has failed
+    before any has succeeded, as where objects may be written and not read, or where S3 does not
+    tell their MD5, no further one is made.
 
     Args:
         location: where the objects are.
-        request_timeout_s: a request without an answer for so many seconds is sent again.
     """
     opening = threading.Lock()
     clients: list[Any] = []
-    is_refused = threading.Event()
+    has_copied, has_failed = threading.Event(), threading.Event()
 
     with ExitStack() as stack:
 
         def client() -> Any:
             with opening:
                 if not clients:
-                    opened = open_client(location, request_timeout_s, anonymous=False)
+                    opened = open_client(
+                        location, _ANSWER_TIMEOUT_S, anonymous=False, max_attempts=1
+                    )
                     clients.append(stack.enter_context(opened))
                 return clients[0]
 
         def copy(source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-            if is_refused.is_set() or sum(map(_nbytes, pieces)) < _LEAST_NBYTES:
+            if has_failed.is_set() and not has_copied.is_set():
                 return False
-            # Most parts have nothing to copy, and botocore takes long to load.
-            from botocore.exceptions import BotoCoreError, ClientError
-
+            if sum(memoryview(piece).nbytes for piece in pieces) < _LEAST_NBYTES:
+                return False
             digest = hashlib.md5(usedforsecurity=False)
             for piece in pieces:
                 digest.update(piece)
-            expected = f'"{digest.hexdigest()}"'
-            try:
-                answer = client().copy_object(
-                    Bucket=location.bucket,
-                    Key=f"{location.prefix}{name}",
-                    CopySource={"Bucket": location.bucket, "Key": f"{location.prefix}{source}"},
-                    CopySourceIfMatch=expected,
-                )
-            except ClientError as error:
-                if error.response["ResponseMetadata"]["HTTPStatusCode"] not in _NO_SUCH_SOURCE:
-                    is_refused.set()
-                return False
-            except BotoCoreError:
-                is_refused.set()
-                return False
-            # Not every service that has S3's interface heeds the condition.
-            return bool(answer["CopyObjectResult"]["ETag"] == expected)
+            is_copy = _copied(client, location, source, name, digest.hexdigest())
+            (has_copied if is_copy else has_failed).set()
+            return is_copy
 
         yield copy
 
 
-def _nbytes(piece: bytes | memoryview) -> int:
-    return memoryview(piece).nbytes
+def _copied(
+    client: Callable[[], Any], location: S3Location, source: str, name: str, md5: str
+) -> bool:
+    """Copy an object; return whether S3 says that the copy has this MD5."""
+    # Most parts have nothing to copy, and botocore takes long to load.
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        answer = client().copy_object(
+            Bucket=location.bucket,
+            Key=f"{location.prefix}{name}",
+            CopySource={"Bucket": location.bucket, "Key": f"{location.prefix}{source}"},
+            CopySourceIfMatch=f'"{md5}"',
+        )
+    except (BotoCoreError, ClientError, OSError, ValueError) as error:
+        # ValueError: of an endpoint that TensorStore takes and botocore does not.
+        log.debug("%s was not copied within S3, and is sent: %s", source, error)
+        return False
+    # Not every service that has S3's interface heeds the condition, or answers alike.
+    etag = answer.get("CopyObjectResult", {}).get("ETag", "")
+    return bool(etag.strip('"') == md5)

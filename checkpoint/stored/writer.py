@@ -38,7 +38,7 @@ from keepstep.checkpoint.stored.chunking import (
     cells_over,
 )
 from keepstep.checkpoint.stored.key_index import INDEXED_NBYTES, KeyIndex, blocks_of
-from keepstep.checkpoint.stored.last_part import LastPart
+from keepstep.checkpoint.stored.last_part import EqualObjects, LastPart
 from keepstep.checkpoint.stored.listings import (
     ChunkObject,
     DataObject,
@@ -159,9 +159,9 @@ def write_part(
     _check_not_committed(storage, attempt.stored)
     pool = TransferPool() if memory is None else memory
     last = LastPart() if last is None else last
-    previous = last.paths(storage.url)
-    if previous is None:
-        previous = _previous_objects(storage, attempt.stored, name)
+    equal = EqualObjects(
+        last.paths(storage.url), lambda: _previous_objects(storage, attempt.stored, name)
+    )
 
     def write(job: _Job) -> DataObject:
         chunks = [job] if isinstance(job, Chunk) else job.chunks
@@ -180,9 +180,8 @@ def write_part(
 
     def store(item: _Stored, pieces: Sequence[Piece]) -> _Stored:
         target = f"{attempt.directory}/{item.name}"
-        source = previous.get(item)
         # Equal checksums do not prove that the bytes are equal; the storage compares them.
-        if source is None or not link(source, target, pieces):
+        if not any(link(source, target, pieces) for source in equal.find(item)):
             storage.write(target, pieces)
         return item
 
@@ -269,7 +268,9 @@ def contents(
     entry = StoredObject(CHUNKS, len(chunks.data), crc32c.crc32c(chunks.data))
     root = root_metadata(stored, [*parts, entry], tensors, blocks)
     objects = {ROOT: root.data, CHUNKS: chunks.data, DOCUMENTS: documents}
-    if len(root.data) >= INDEXED_NBYTES:
+    # Only the later releases of this format keep tensors from having this name.
+    is_taken = any(key.partition("/")[0] == INDEX for key in tensors)
+    if len(root.data) >= INDEXED_NBYTES and not is_taken:
         objects[INDEX] = KeyIndex.of(blocks, root.ranges, chunks.ranges).encode()
     # Readers that do not know the packed codec cannot use the root's metadata, and some open groups
     # only. Other groups may be as many as parameters.

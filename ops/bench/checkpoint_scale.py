@@ -17,7 +17,9 @@ objects; `open_s` opening and finding all of one rank's boxes, alone; `requests`
 and of opening.
 
 `stages` is about a checkpoint of many tensors, which 16 pipeline stages wrote: what one stage's
-rank takes to open it and to find its boxes, and what a reader of all takes.
+rank takes to open it and to find its boxes, and what a reader of all takes; and
+`handed_on_stage_s` what the former takes if another rank hands on the metadata, as in a load by all
+ranks, without the time of handing on.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ from keepstep.checkpoint.stored.listings import (
     encode_part,
 )
 from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.metadata import StoredMetadata
 from keepstep.checkpoint.stored.object_names import ROOT, Attempt, StoredStep, chunk_name, part_name
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.shared_plan import (
@@ -346,6 +349,11 @@ def measure_stages(url: str, tensors_per_stage: int) -> Result:
         begun_s = time.perf_counter()
         StoredCheckpoint.open(url, 1, 0).locate(boxes)
         result[name] = round(time.perf_counter() - begun_s, 2)
+    metadata = StoredMetadata.read(url, 1, 0, for_all_ranks=True)
+    boxes = [(entry.key, entry.box) for entry in shards[STAGES // 2].entries]
+    begun_s = time.perf_counter()
+    StoredCheckpoint.of(url, metadata, rank=STAGES // 2, world_size=STAGES).locate(boxes)
+    result["handed_on_stage_s"] = round(time.perf_counter() - begun_s, 2)
     return result
 
 

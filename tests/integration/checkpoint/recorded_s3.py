@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -45,14 +48,17 @@ class Request:
 class Recorder:
     """The application of moto's server; it keeps the requests.
 
-    It may ignore where a listing shall begin, and refuse copies.
+    It may ignore where a listing shall begin, and the condition of a copy, as moto does; refuse
+    copies; and answer them without what they have become.
     """
 
     def __init__(self) -> None:
         self.application = DomainDispatcherApplication(create_backend_app)
         self.requests: list[Request] = []
         self.ignores_start = False
+        self.ignores_conditions = False
         self.refuses_copies = False
+        self.hides_copies = False
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
@@ -76,10 +82,30 @@ class Recorder:
     def _answer(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
     ) -> Iterable[bytes]:
-        if self.refuses_copies and "HTTP_X_AMZ_COPY_SOURCE" in environ:
-            start_response("403 Forbidden", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>AccessDenied</Code><Message>no copies</Message></Error>"]
-        return self.application(environ, start_response)
+        source = environ.get("HTTP_X_AMZ_COPY_SOURCE")
+        if source is None:
+            return self.application(environ, start_response)
+        if self.refuses_copies:
+            return _error(start_response, "403 Forbidden", "AccessDenied")
+        wanted = environ.get("HTTP_X_AMZ_COPY_SOURCE_IF_MATCH")
+        if not self.ignores_conditions and _etag(source) not in (None, wanted):
+            return _error(start_response, "412 Precondition Failed", "PreconditionFailed")
+        answer = self.application(environ, start_response)
+        if self.hides_copies:
+            return [re.sub(rb"<ETag>.*</ETag>", b"", b"".join(answer))]
+        return answer
+
+
+def _etag(source: str) -> str | None:
+    """Return the ETag of an object, given as a copy's source; None if there is none."""
+    bucket, _, key = unquote(source).removeprefix("/").partition("/")
+    stored = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].get_object(bucket, key)
+    return None if stored is None else stored.etag
+
+
+def _error(start_response: Callable[..., Any], status: str, code: str) -> list[bytes]:
+    start_response(status, [("Content-Type", "application/xml")])
+    return [f"<Error><Code>{code}</Code><Message>told so</Message></Error>".encode()]
 
 
 @contextmanager

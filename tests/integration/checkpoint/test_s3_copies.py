@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import boto3
 import pytest
@@ -13,6 +14,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
 from keepstep.checkpoint.saving.saver import Saver
+from keepstep.checkpoint.stored import s3_copies
 from keepstep.checkpoint.stored.housekeeping import remove
 from keepstep.checkpoint.stored.last_part import LastPart
 from keepstep.checkpoint.stored.object_names import StoredStep
@@ -21,7 +23,6 @@ from keepstep.checkpoint.stored.storage import open_storage
 from tests.integration.checkpoint.recorded_s3 import Recorder, Request, serve
 
 FROZEN_NBYTES = 4 * 600 * 1000
-SAVE = {"blocking": checkpoint.save}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
 @pytest.fixture(autouse=True)
 def no_requests(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder.requests.clear()
-    recorder.refuses_copies = False
+    recorder.ignores_conditions = recorder.refuses_copies = recorder.hides_copies = False
     monkeypatch.setattr(PROCESS_SAVER, "last_part", LastPart())
 
 
@@ -117,20 +118,24 @@ def flip(data: bytearray) -> None:
     data[1000] ^= 1
 
 
+@pytest.mark.parametrize("ignores_conditions", [False, True])
 @pytest.mark.parametrize("edit", [flip, bytearray.clear, lambda data: data.append(0)])
 def test_a_chunk_that_is_damaged_in_the_last_checkpoint_is_sent_again(
     url: str,
     state: dict[str, torch.Tensor],
     recorder: Recorder,
     edit: Callable[[bytearray], None],
+    ignores_conditions: bool,
 ) -> None:
     save_both(url, state, 1)
     change(url, edit)
+    recorder.ignores_conditions = ignores_conditions
     recorder.requests.clear()
     save_both(url, state, 2)
-    # moto copies it, whatever the request's condition: S3's answer does not have the MD5.
-    last = [r for r in chunks_sent(recorder) if "/frozen/" in r.path][-1]
-    assert not last.copied_from
+    asked, sent = [r for r in chunks_sent(recorder) if "/frozen/" in r.path]
+    assert asked.copied_from
+    assert ("PreconditionFailed" in asked.answer) is not ignores_conditions
+    assert not sent.copied_from
     check(url, state, 2)
     with pytest.raises(CheckpointDamaged):
         StoredCheckpoint.open(url, 1).verify()
@@ -157,6 +162,36 @@ def test_where_copies_are_refused_the_rest_is_sent_without_asking_again(
     recorder.refuses_copies = True
     recorder.requests.clear()
     checkpoint.save(url, state, step=2)
-    # Four threads may have asked before the first answer.
+    # Four threads may have asked before the first answer came.
     assert 1 <= sum(bool(r.copied_from) for r in chunks_sent(recorder)) <= 4
+    check(url, state, 2)
+
+
+def test_a_copy_that_s3_does_not_tell_the_md5_of_is_sent(
+    url: str, state: dict[str, torch.Tensor], recorder: Recorder
+) -> None:
+    save_both(url, state, 1)
+    recorder.hides_copies = True
+    recorder.requests.clear()
+    save_both(url, state, 2)
+    frozen = [bool(r.copied_from) for r in chunks_sent(recorder) if "/frozen/" in r.path]
+    assert frozen == [True, False]
+    check(url, state, 2)
+
+
+def test_an_endpoint_that_botocore_refuses_fails_no_save(
+    url: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of services of docker compose may have an underscore, as no host's may."""
+    save_both(url, state, 1)
+    opened = s3_copies.open_client
+    at_service = "http://minio_server:9000"
+    monkeypatch.setattr(
+        s3_copies,
+        "open_client",
+        lambda location, *rest, **named: opened(
+            replace(location, endpoint=at_service), *rest, **named
+        ),
+    )
+    save_both(url, state, 2)
     check(url, state, 2)

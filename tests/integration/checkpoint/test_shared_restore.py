@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import crc32c
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,9 +31,11 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.shared_restore import RestoreTraffic
-from keepstep.checkpoint.stored import files, reader
+from keepstep.checkpoint.stored import files, indexed_tensors
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.files import FileStorage
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import MANIFEST
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.ranks import run_ranks
 
@@ -277,13 +282,13 @@ def restore_stages(rank: int, root: str) -> None:
     for step in (1, 2):
         checkpoint.save(f"{root}/run", {"model": stage(rank, seed=step)}, step=step)
     parsed: list[str] = []
-    parse_array = reader.parse_array
+    parse_array = indexed_tensors.parse_array
 
     def parse(key: str, node: Json, where: str) -> StoredTensor:
         parsed.append(key)
         return parse_array(key, node, where)
 
-    reader.parse_array = parse
+    indexed_tensors.parse_array = parse
     module = stage(rank, seed=9)
     assert checkpoint.load(f"{root}/run", {"model": module}) == 2
     for (name, got), want in zip(
@@ -310,6 +315,43 @@ def restore_stages(rank: int, root: str) -> None:
 
 def test_stages_parse_the_metadata_of_their_tensors_only(tmp_path: Path) -> None:
     run_ranks(restore_stages, args=(str(tmp_path),), nprocs=2)
+
+
+def contradict(url: str) -> None:
+    """Have a document of the newest checkpoint contradict a tensor, and the manifest agree."""
+    source = StoredCheckpoint.open(url)
+    documents = Path(url, source.directory, "documents.json")
+    content = json.loads(documents.read_bytes())
+    content["padding"] = {"model/stage1_1999": {"logical_shape": [99]}}
+    data = json.dumps(content).encode()
+    documents.write_bytes(data)
+    objects = tuple(
+        StoredObject(entry.name, len(data), crc32c.crc32c(data))
+        if entry.name == "documents.json"
+        else entry
+        for entry in source.manifest.objects
+    )
+    manifest = Path(url, source.stored.directory, MANIFEST)
+    manifest.write_bytes(replace(source.manifest, objects=objects).encode())
+
+
+def restore_contradicted(rank: int, root: str) -> None:
+    join(root, "contradicted", rank, 3)
+    for step in (1, 2):
+        checkpoint.save(f"{root}/run", {"model": stage(rank, seed=step)}, step=step)
+    dist.barrier()
+    if rank == 0:
+        contradict(f"{root}/run")
+    dist.barrier()
+    # One of the ranks checks this, and all raise.
+    with pytest.raises(CheckpointDamaged, match="stage1_1999"):
+        checkpoint.load(f"{root}/run", {"model": stage(rank, seed=9)})
+    assert checkpoint.load(f"{root}/run", {"model": stage(rank, seed=9)}, fallback=True) == 1
+    leave()
+
+
+def test_a_contradiction_that_one_rank_finds_is_raised_on_all(tmp_path: Path) -> None:
+    run_ranks(restore_contradicted, args=(str(tmp_path),), nprocs=3)
 
 
 def restore_without_storage_on_one(rank: int, root: str) -> None:

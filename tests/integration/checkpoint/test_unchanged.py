@@ -77,3 +77,19 @@ def test_a_save_looks_at_the_newest_checkpoint_only(
         for old_steps in (10, 200)
     )
     assert few == many > 0
+
+
+def test_what_was_written_last_and_removed_is_linked_to_the_newest_that_is_left(
+    tmp_path: Path,
+) -> None:
+    """As after a rollback, which removes the steps that it undoes."""
+    frozen = torch.randn(600, 1000)
+    for step in (1, 2):
+        checkpoint.save(str(tmp_path), {"frozen": frozen}, step=step)
+        (chunk,) = (tmp_path / StoredStep(step, 0).directory).glob("*/frozen/c.*")
+        if step == 1:
+            first = chunk.stat().st_ino
+    shutil.rmtree(tmp_path / StoredStep(2, 0).directory)
+    checkpoint.save(str(tmp_path), {"frozen": frozen}, step=3)
+    (chunk,) = (tmp_path / StoredStep(3, 0).directory).glob("*/frozen/c.*")
+    assert chunk.stat().st_ino == first

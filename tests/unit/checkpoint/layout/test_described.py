@@ -207,6 +207,43 @@ def test_what_contradicts_the_tensors_is_refused_by_name(what: str) -> None:
         check_described(HOSTILE[what], TENSORS)
 
 
+class Looked(dict[str, TensorSpec]):
+    """Tensors that note which of them were looked up."""
+
+    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
+        super().__init__(tensors)
+        self.keys_looked_up: set[str] = set()
+
+    def __getitem__(self, key: str) -> TensorSpec:
+        self.keys_looked_up.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_looked_up.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_ranks_share_the_check(world_size: int) -> None:
+    for contradiction in HOSTILE.values():
+        failed = 0
+        for rank in range(world_size):
+            try:
+                check_described(contradiction, TENSORS, rank=rank, world_size=world_size)
+            except ValueError:
+                failed += 1
+        assert failed >= 1, contradiction
+    tensors = {f"model/{n:02}": TensorSpec(F32, (4,)) for n in range(40)}
+    documents = {"padding": {key: {"logical_shape": [3]} for key in tensors}}
+    shares = []
+    for rank in range(world_size):
+        looked = Looked(tensors)
+        check_described(documents, looked, rank=rank, world_size=world_size)
+        shares.append(sorted(looked.keys_looked_up))
+    # Each looks at tensors that follow each other, so that few blocks of an index have them.
+    assert [key for share in shares for key in share] == sorted(tensors)
+
+
 def test_parts_of_a_tensor_that_is_not_stored_say_nothing() -> None:
     """Releases before wrote those of further names of tied weights."""
     check_described({"parts": {"head.weight": DOCUMENTS["parts"][EMBED]}}, TENSORS)

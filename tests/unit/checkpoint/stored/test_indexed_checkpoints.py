@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +12,10 @@ import crc32c
 import numpy as np
 import pytest
 
-from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
-from keepstep.checkpoint.stored import reader
+from keepstep.checkpoint.stored import indexed_object, indexed_tensors
 from keepstep.checkpoint.stored.chunking import StoredTensor, plan_chunks
 from keepstep.checkpoint.stored.housekeeping import copy
 from keepstep.checkpoint.stored.key_index import KeyIndex
@@ -44,6 +45,7 @@ class RangeRecorder:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.fails = False
         self.whole: list[str] = []
         self.ranges: list[tuple[str, int]] = []
 
@@ -55,6 +57,8 @@ class RangeRecorder:
         return self.storage.read(name, nbytes)
 
     def read_into(self, name: str, buffers: list[memoryview], offset: int = 0) -> int:
+        if self.fails and name.endswith(ROOT):
+            raise CheckpointError("the storage is away")
         self.ranges.append((name.rpartition("/")[2], sum(buffer.nbytes for buffer in buffers)))
         return self.storage.read_into(name, buffers, offset)
 
@@ -126,36 +130,85 @@ def test_a_reader_of_one_tensor_reads_what_tells_of_its_writers_tensors(
     assert len(source.tensors) == COUNT
     assert recorder.ranges == []
     assert values(source, ["model/2345"]) == [45]
-    assert not {ROOT, CHUNKS} & set(recorder.whole)
-    for name in (ROOT, CHUNKS):
-        read = sum(nbytes for found, nbytes in recorder.ranges if found == name)
-        # A block of the tensor, and those that its writer's listing tells of: a quarter.
-        assert 0 < read < 0.45 * recorder.storage.size(f"{ATTEMPT.directory}/{name}")
+    assert ROOT not in recorder.whole
+    # What tells of chunks is small, and read whole.
+    assert recorder.whole.count(CHUNKS) == 1
+    assert {name for name, _ in recorder.ranges} == {ROOT, "000002-0000"}
+    # A block of the tensor, and those that its writer's listing tells of: a quarter.
+    read = sum(nbytes for name, nbytes in recorder.ranges if name == ROOT)
+    assert 0 < read < 0.45 * recorder.storage.size(f"{ATTEMPT.directory}/{ROOT}")
 
 
-def test_a_reader_of_all_tensors_reads_the_whole_object_after_a_few_blocks(
+def test_what_tells_of_chunks_is_read_by_ranges_too_where_it_is_large(
+    url: str, recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_object, "INDEXED_NBYTES", 0)
+    assert values(StoredCheckpoint.open(url), ["model/2345"]) == [45]
+    assert CHUNKS not in recorder.whole
+    (read,) = (nbytes for name, nbytes in recorder.ranges if name == CHUNKS)
+    assert 0 < read < 0.1 * recorder.storage.size(f"{ATTEMPT.directory}/{CHUNKS}")
+
+
+def test_a_reader_of_all_tensors_reads_the_whole_objects_at_once(
     url: str, recorder: RangeRecorder
 ) -> None:
     source = StoredCheckpoint.open(url)
+    assert len(dict(source.stored_tensors.items())) == COUNT
     assert values(source, KEYS[:-1]) == [value_of(key) for key in KEYS[:-1]]
     assert recorder.whole.count(ROOT) == recorder.whole.count(CHUNKS) == 1
-    assert sum(name == ROOT for name, _ in recorder.ranges) == 8
-    assert sum(name == CHUNKS for name, _ in recorder.ranges) == 8
+    assert not {ROOT, CHUNKS} & {name for name, _ in recorder.ranges}
+
+
+def test_a_reader_that_asks_for_one_tensor_after_the_other_gets_all_after_some_reads(
+    url: str, recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_object, "_SINGLE_READS", 3)
+    source = StoredCheckpoint.open(url)
+    assert [source.stored_tensors[key].shape for key in KEYS[:-1]] == [(1,)] * (COUNT - 1)
+    assert recorder.whole.count(ROOT) == 1
+    assert sum(name == ROOT for name, _ in recorder.ranges) == 3
+
+
+def test_the_metadata_of_parameters_and_their_slots_is_read_at_once(
+    recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "memory://slots"
+    store(url, sorted([*KEYS, *(f"optim/{key[6:]}/exp_avg" for key in KEYS)]))
+    read_from(recording := RangeRecorder(open_storage(url)), monkeypatch)  # type: ignore[arg-type]
+    source = StoredCheckpoint.open(url)
+    names = [key[6:] for key in KEYS[1000:1600]]
+    assert source.slots(names).keys() == set(names)
+    before = list(recording.ranges)
+    assert len(before) > 3
+    assert all(source.tensors[f"model/{name}"].shape == (1,) for name in names)
+    assert recording.ranges == before
+    assert ROOT not in recording.whole
+
+
+def test_a_read_that_fails_leaves_the_checkpoint_usable(
+    url: str, recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = StoredCheckpoint.open(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "fails", True)
+        with pytest.raises(CheckpointError, match="the storage is away"):
+            values(source, ["model/2345"])
+    assert values(source, ["model/2345"]) == [45]
 
 
 def test_only_blocks_that_are_asked_for_are_parsed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[str] = []
-    parse_array = reader.parse_array
+    parse_array = indexed_tensors.parse_array
 
     def parse(key: str, *others: Any) -> StoredTensor:
         parsed.append(key)
         return parse_array(key, *others)
 
-    monkeypatch.setattr(reader, "parse_array", parse)
+    monkeypatch.setattr(indexed_tensors, "parse_array", parse)
     source = StoredCheckpoint.open(url)
-    assert source.slots({"0001"}) == {}
+    assert source.slots(()) == {}
     assert not source.may_be_renamed
     assert list(source.known_keys()) == KEYS
     assert "model/0001" in source.tensors
@@ -236,12 +289,13 @@ CHANGED: list[str] = []
 
 
 @pytest.mark.parametrize("name", [ROOT, CHUNKS])
-def test_a_changed_block_is_found_by_those_who_need_it(name: str) -> None:
+def test_a_changed_block_is_found_by_those_who_need_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def change(contents: dict[str, bytes]) -> None:
-        at = contents[name].index(b'"model/3000"')
         contents[name] = contents[name].replace(b'"model/3000"', b'"model/9000"')
-        assert contents[name][at] == ord('"')
 
+    monkeypatch.setattr(indexed_object, "INDEXED_NBYTES", 0)
     url = changed(change, is_known=False)
     assert values(StoredCheckpoint.open(url), ["model/0001"]) == [1]
     with pytest.raises(CheckpointDamaged, match=rf"{name}: bytes from \d+ do not match"):
@@ -250,11 +304,15 @@ def test_a_changed_block_is_found_by_those_who_need_it(name: str) -> None:
         StoredCheckpoint.open(url).verify()
 
 
-def swap_ranges(position: int) -> Callable[[dict[str, bytes]], None]:
+def shift_ranges(position: int) -> Callable[[dict[str, bytes]], None]:
+    """Give each block the range of the one after it."""
+
     def change(contents: dict[str, bytes]) -> None:
         blocks = json.loads(contents[INDEX])
-        first, second = blocks[0], blocks[1]
-        first[position], second[position] = second[position], first[position]
+        for block, following in itertools.pairwise(blocks):
+            block[position] = following[position]
+        end = blocks[-1][position]
+        blocks[-1][position] = [end[0] + end[1], 0, 0]
         contents[INDEX] = json.dumps(blocks).encode()
 
     return change
@@ -262,7 +320,7 @@ def swap_ranges(position: int) -> Callable[[dict[str, bytes]], None]:
 
 @pytest.mark.parametrize(("position", "message"), [(1, "describe model/0000"), (2, "chunks.json")])
 def test_an_index_that_names_other_bytes_is_refused(position: int, message: str) -> None:
-    url = changed(swap_ranges(position), is_known=True)
+    url = changed(shift_ranges(position), is_known=True)
     with pytest.raises(CheckpointDamaged, match=message):
         values(StoredCheckpoint.open(url), ["model/0000"])
     with pytest.raises(CheckpointDamaged):
@@ -283,11 +341,45 @@ def test_an_index_that_lacks_arrays_is_found_by_a_verification() -> None:
 def test_a_range_beyond_the_object_is_refused_before_memory_is_taken_for_it() -> None:
     def change(contents: dict[str, bytes]) -> None:
         blocks = json.loads(contents[INDEX])
-        blocks[0][1][1] = 2**60
+        blocks[-1][1][1] = 2**60
         contents[INDEX] = json.dumps(blocks).encode()
 
     with pytest.raises(CheckpointDamaged, match="fewer than its index tells of"):
         StoredCheckpoint.open(changed(change, is_known=True))
+
+
+def test_an_object_that_is_said_to_be_huge_takes_no_memory() -> None:
+    def change(contents: dict[str, bytes]) -> None:
+        blocks = json.loads(contents[INDEX])
+        blocks[-1][1][1] = 2**60
+        contents[INDEX] = json.dumps(blocks).encode()
+
+    url = changed(change, is_known=True)
+    path = f"{ATTEMPT.stored.directory}/{MANIFEST}"
+    manifest = Manifest.decode(open_storage(url).read(path), path)
+    objects = tuple(
+        replace(item, nbytes=2**61) if item.name == ROOT else item for item in manifest.objects
+    )
+    open_storage(url).write(path, [replace(manifest, objects=objects).encode()])
+    with pytest.raises(CheckpointDamaged, match="in the manifest"):
+        values(StoredCheckpoint.open(url), [KEYS[-1]])
+
+
+def test_a_tensor_whose_name_is_that_of_the_index_is_stored_without_one() -> None:
+    store("memory://named", sorted([*KEYS, "index.json/a", "index.json/b"]))
+    named = StoredCheckpoint.open("memory://named")
+    assert named.manifest.find(INDEX) is None
+    assert values(named, ["index.json/a", "model/0042"]) == [7, 42]
+
+
+def test_a_copy_of_before_the_index_is_known_for_the_same(url: str) -> None:
+    target = "memory://copied-before"
+    copy(StoredCheckpoint.open(url), target)
+    path = f"{ATTEMPT.stored.directory}/{MANIFEST}"
+    manifest = Manifest.decode(open_storage(target).read(path), path)
+    objects = tuple(item for item in manifest.objects if item.name != INDEX)
+    open_storage(target).write(path, [replace(manifest, objects=objects).encode()])
+    assert copy(StoredCheckpoint.open(url), target) == ATTEMPT.stored
 
 
 def test_compressed_cells_that_the_manifest_does_not_require_are_refused_when_needed() -> None:

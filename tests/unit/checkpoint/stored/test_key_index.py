@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import crc32c
@@ -34,7 +35,7 @@ def test_the_bytes_of_a_range_between_braces_are_its_members(
 
 def index_of(*blocks: list[str]) -> KeyIndex:
     ranges = [ByteRange(10 * number, 9, number) for number in range(len(blocks))]
-    return KeyIndex.of(blocks, ranges, list(reversed(ranges)))
+    return KeyIndex.of(blocks, ranges, [replace(part, nbytes=part.nbytes + 1) for part in ranges])
 
 
 def test_an_index_round_trips() -> None:
@@ -70,6 +71,8 @@ RANGE = [0, 1, 2]
         [[["b"], RANGE, RANGE], [["a"], RANGE, RANGE]],
         [[["../a"], RANGE, RANGE]],
         [[["a", "a/b"], RANGE, RANGE]],
+        [[["a"], RANGE, RANGE], [["b"], RANGE, [1, 1, 2]]],
+        [[["a"], RANGE, [1, 1, 2]], [["b"], [1, 1, 2], RANGE]],
     ],
 )
 def test_what_has_another_form_is_refused_as_damaged(content: Any) -> None:
