@@ -268,7 +268,7 @@ def contents(
     entry = StoredObject(CHUNKS, len(chunks.data), crc32c.crc32c(chunks.data))
     root = root_metadata(stored, [*parts, entry], tensors, blocks)
     objects = {ROOT: root.data, CHUNKS: chunks.data, DOCUMENTS: documents}
-    # Only the later releases of this format keep tensors from having this name.
+    # Earlier releases had no such object, so tensors may have its name.
     is_taken = any(key.partition("/")[0] == INDEX for key in tensors)
     if len(root.data) >= INDEXED_NBYTES and not is_taken:
         objects[INDEX] = KeyIndex.of(blocks, root.ranges, chunks.ranges).encode()
