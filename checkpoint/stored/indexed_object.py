@@ -99,6 +99,8 @@ class IndexedObject(Generic[_Member]):
             missing = sorted(wanted - self._blocks.keys())
             for number, data in zip(missing, self._read(missing), strict=True):
                 self._blocks[number] = self._parsed(number, data)
+            if len(self._blocks) == len(self._ranges):
+                self._content = None
 
     def _read(self, numbers: Sequence[int]) -> list[bytes]:
         if not numbers:

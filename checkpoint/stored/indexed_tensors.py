@@ -124,6 +124,16 @@ class Specs(Mapping[str, TensorSpec]):
         tensor = self._tensors[key]
         return TensorSpec(tensor.dtype, tensor.shape)
 
+    def items(self) -> ItemsView[str, TensorSpec]:
+        """Return all with their keys. Raises as for one tensor."""
+        self._tensors.items()
+        return super().items()
+
+    def values(self) -> ValuesView[TensorSpec]:
+        """Return all. Raises as for one tensor."""
+        self._tensors.values()
+        return super().values()
+
     def __contains__(self, key: object) -> bool:
         return key in self._tensors
 

@@ -18,6 +18,7 @@ import crc32c
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.names import check_keys
+from keepstep.checkpoint.stored.object_names import INDEX
 from keepstep.checkpoint.stored.stored_json import decode, encode, is_count
 
 INDEXED_NBYTES = 2**20
@@ -122,6 +123,8 @@ class KeyIndex:
             if any(first >= second for first, second in itertools.pairwise(keys)):
                 raise ValueError("its keys are not in ascending order")
             check_keys(keys)
+            if any(key.partition("/")[0] == INDEX for key in keys):
+                raise ValueError(f"a tensor is named {INDEX}")
             arrays = [_range(arrays) for _, arrays, _ in content]
             chunks = [_range(chunks) for _, _, chunks in content]
             # Else a few bytes could have a reader parse all of an object for every block.

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from keepstep.checkpoint.stored.listings import DataObject
+from keepstep.checkpoint.stored.object_names import StoredStep
 
 Paths = Mapping[DataObject, str]
 """Where objects are, under a URL. Some may have been deleted since."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """The objects that a writer wrote of a checkpoint, which may have failed since."""
+
+    stored: StoredStep
+    paths: Paths
 
 
 class LastPart:
@@ -16,15 +26,15 @@ class LastPart:
 
     def __init__(self) -> None:
         self._url = ""
-        self._paths: Paths | None = None
+        self._written: WrittenPart | None = None
 
-    def paths(self, url: str) -> Paths | None:
-        """Return the paths of these objects; None if the writer wrote last under another URL."""
-        return self._paths if url == self._url else None
+    def at(self, url: str) -> WrittenPart | None:
+        """Return what was written last; None if that was under another URL, or nothing."""
+        return self._written if url == self._url else None
 
-    def note(self, url: str, paths: Paths) -> None:
-        """Keep the paths of the objects that were written just now."""
-        self._url, self._paths = url, paths
+    def note(self, url: str, written: WrittenPart) -> None:
+        """Keep what was written just now."""
+        self._url, self._written = url, written
 
 
 class EqualObjects:
@@ -32,24 +42,24 @@ class EqualObjects:
 
     Args:
         last: what the writer wrote last, if it is known.
-        look: returns what it wrote of the newest checkpoint. It is called where `last` is not
-            known, or where what it has is there no more.
+        look: returns what a writer of this number wrote of the newest checkpoint, if that is not
+            what this one wrote last.
     """
 
-    def __init__(self, last: Paths | None, look: Callable[[], Paths]) -> None:
-        self._last = last
+    def __init__(self, last: WrittenPart | None, look: Callable[[], Paths]) -> None:
+        self._last: Paths = {} if last is None else last.paths
         self._look = look
         self._newest: Paths | None = None
         self._lock = threading.Lock()
 
     def find(self, item: DataObject) -> Iterator[str]:
         """Yield the paths of objects with the checksums of this one, which others may have too."""
-        if self._last is not None:
-            if item not in self._last:
-                return
-            yield self._last[item]
+        last = self._last.get(item)
+        if last is not None:
+            yield last
         with self._lock:
             if self._newest is None:
                 self._newest = self._look()
-        if item in self._newest:
-            yield self._newest[item]
+        newest = self._newest.get(item)
+        if newest is not None and newest != last:
+            yield newest

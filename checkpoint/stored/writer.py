@@ -9,7 +9,7 @@ manifest names, which readers ignore.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from keepstep.checkpoint.stored.chunking import (
     cells_over,
 )
 from keepstep.checkpoint.stored.key_index import INDEXED_NBYTES, KeyIndex, blocks_of
-from keepstep.checkpoint.stored.last_part import EqualObjects, LastPart
+from keepstep.checkpoint.stored.last_part import EqualObjects, LastPart, Paths, WrittenPart
 from keepstep.checkpoint.stored.listings import (
     ChunkObject,
     DataObject,
@@ -159,9 +159,10 @@ def write_part(
     _check_not_committed(storage, attempt.stored)
     pool = TransferPool() if memory is None else memory
     last = LastPart() if last is None else last
-    equal = EqualObjects(
-        last.paths(storage.url), lambda: _previous_objects(storage, attempt.stored, name)
-    )
+    before = last.at(storage.url)
+    # A process that saves in other ways too, or follows another one, may not have written it.
+    known = {attempt.stored} if before is None else {attempt.stored, before.stored}
+    equal = EqualObjects(before, lambda: _newest_objects(storage, name, known))
 
     def write(job: _Job) -> DataObject:
         chunks = [job] if isinstance(job, Chunk) else job.chunks
@@ -209,7 +210,8 @@ def write_part(
     arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
     names = [*(item.name for item in written), *(f"{key}/{ROOT}" for key in arrays), part.name]
     storage.flush([f"{attempt.directory}/{stored}" for stored in names])
-    last.note(storage.url, {item: f"{attempt.directory}/{item.name}" for item in written})
+    paths = {item: f"{attempt.directory}/{item.name}" for item in written}
+    last.note(storage.url, WrittenPart(attempt.stored, paths))
     return part
 
 
@@ -336,17 +338,16 @@ def manifest_of(
     )
 
 
-def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
+def _newest_objects(storage: Storage, name: int, known: Collection[StoredStep]) -> Paths:
     """Return the objects that the writer of this name wrote of the newest checkpoint.
 
-    Each object is mapped to its path. The result is empty if to look for them costs too much, or
-    another attempt has committed this step.
+    There are none if to look for them costs too much, or if the newest checkpoint is a known one.
     """
     if not storage.has_cheap_metadata:
         return {}
-    # Found without a look at all checkpoints: every writer that has written nothing comes here.
+    # Found without a look at all checkpoints: every writer of every checkpoint comes here.
     previous = newest_in(storage)
-    if previous is None or previous == step:
+    if previous is None or previous in known:
         return {}
     where = f"{storage.url}/{previous.directory}"
     try:

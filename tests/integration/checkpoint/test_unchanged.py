@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.saving.saver import Saver
 from keepstep.checkpoint.stored import files
 from keepstep.checkpoint.stored.object_names import MANIFEST, StoredStep
 
@@ -93,3 +96,46 @@ def test_what_was_written_last_and_removed_is_linked_to_the_newest_that_is_left(
     checkpoint.save(str(tmp_path), {"frozen": frozen}, step=3)
     (chunk,) = (tmp_path / StoredStep(3, 0).directory).glob("*/frozen/c.*")
     assert chunk.stat().st_ino == first
+
+
+def test_what_another_process_has_written_since_is_linked(tmp_path: Path) -> None:
+    """As where blocking and background saves take turns: each knows what it wrote itself."""
+    weights = torch.randn(600, 1000)
+    checkpoint.save(str(tmp_path), {"weights": weights}, step=1)
+    weights.add_(1)
+    saver = Saver()
+    try:
+        saver.save(str(tmp_path), {"weights": weights}, step=2).wait()
+    finally:
+        saver.close()
+    checkpoint.save(str(tmp_path), {"weights": weights}, step=3)
+    inodes = {
+        chunk.stat().st_ino
+        for step in (2, 3)
+        for chunk in (tmp_path / StoredStep(step, 0).directory).glob("*/weights/c.*")
+    }
+    assert len(inodes) == 1
+
+
+def test_a_file_that_cannot_be_linked_is_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = torch.randn(600, 1000)
+    checkpoint.save(str(tmp_path), {"frozen": frozen}, step=1)
+    compared: list[object] = []
+    has_content = files._has_content
+
+    def compare(*arguments: Any) -> bool:
+        compared.append(arguments)
+        return has_content(*arguments)
+
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_has_content", compare)
+        patch.setattr(files.os, "link", refuse)
+        # The manifest is made by a link, too.
+        with pytest.raises(CheckpointError):
+            checkpoint.save(str(tmp_path), {"frozen": frozen}, step=2)
+    assert len(compared) == 1

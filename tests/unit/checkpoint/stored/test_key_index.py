@@ -71,6 +71,7 @@ RANGE = [0, 1, 2]
         [[["b"], RANGE, RANGE], [["a"], RANGE, RANGE]],
         [[["../a"], RANGE, RANGE]],
         [[["a", "a/b"], RANGE, RANGE]],
+        [[["index.json/a"], RANGE, RANGE]],
         [[["a"], RANGE, RANGE], [["b"], RANGE, [1, 1, 2]]],
         [[["a"], RANGE, [1, 1, 2]], [["b"], [1, 1, 2], RANGE]],
     ],
