@@ -24,12 +24,10 @@ from keepstep.checkpoint.agreement import (
 from keepstep.checkpoint.collective import rank, world_size
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.stored.metadata import StoredMetadata
+from keepstep.checkpoint.stored.metadata import PARALLEL_READS, StoredMetadata
 from keepstep.checkpoint.stored.object_names import INDEX, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import list_steps, missing, newest
-
-_PARALLEL_READS = 8
 
 _LISTINGS_NBYTES = 2**20
 """All ranks get all listings at once if these have so many bytes at most: it saves messages."""
@@ -197,7 +195,7 @@ class SharedListings:
         """Read what the ranks have asked this one for; return the bytes for each of them."""
         by_rank: list[list[int]] = [json.loads(bytes(numbers)) for numbers in asked]
         wanted = sorted({n for numbers in by_rank for n in numbers} - self._read.keys())
-        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
             contents = pool.map(lambda n: self._source.verified(self._entries[n].name), wanted)
             self._read.update(zip(wanted, contents, strict=True))
         return [b"".join(self._read[n] for n in numbers) for numbers in by_rank]

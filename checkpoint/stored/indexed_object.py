@@ -13,14 +13,13 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.stored.key_index import INDEXED_NBYTES, ByteRange
 from keepstep.checkpoint.stored.manifest import Manifest
-from keepstep.checkpoint.stored.metadata import entry_of, read_verified
+from keepstep.checkpoint.stored.metadata import PARALLEL_READS, entry_of, read_verified
 from keepstep.checkpoint.stored.storage import Storage
 from keepstep.checkpoint.stored.stored_json import decode
 
 _SINGLE_READS = 8
 """How many blocks are read one after the other: who goes on to ask so gets all."""
 
-_PARALLEL_READS = 8
 _LARGEST_READ_NBYTES = 2**26
 
 _Member = TypeVar("_Member")
@@ -50,6 +49,7 @@ class IndexedObject(Generic[_Member]):
         storage: Storage,
         manifest: Manifest,
         name: str,
+        *,
         numbers: Mapping[str, int],
         ranges: Sequence[ByteRange],
         parse: Callable[[str, Json, str], _Member],
@@ -114,7 +114,7 @@ class IndexedObject(Generic[_Member]):
         if len(ranges) == 1:
             self._single_reads += 1
             return [self._bytes(ranges[0])]
-        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
             return list(pool.map(self._bytes, ranges))
 
     def _needs_all(self, ranges: Sequence[ByteRange]) -> bool:

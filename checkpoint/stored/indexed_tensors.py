@@ -48,16 +48,22 @@ class IndexedTensors(Mapping[str, StoredTensor]):
         self._keys = index.numbers
         self._where = f"{storage.url}/{manifest.directory}/{ROOT}"
         self._arrays = IndexedObject(
-            storage, manifest, ROOT, index.numbers, index.arrays, parse, contents.get(ROOT)
+            storage,
+            manifest,
+            ROOT,
+            numbers=index.numbers,
+            ranges=index.arrays,
+            parse=parse,
+            content=contents.get(ROOT),
         )
         self._chunks = IndexedObject(
             storage,
             manifest,
             CHUNKS,
-            index.numbers,
-            index.chunks,
-            lambda key, numbers, where: parse_chunk_parts(numbers, where),
-            contents.get(CHUNKS),
+            numbers=index.numbers,
+            ranges=index.chunks,
+            parse=lambda key, numbers, where: parse_chunk_parts(numbers, where),
+            content=contents.get(CHUNKS),
         )
 
     def __getitem__(self, key: str) -> StoredTensor:

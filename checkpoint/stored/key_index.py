@@ -22,7 +22,7 @@ from keepstep.checkpoint.stored.object_names import INDEX
 from keepstep.checkpoint.stored.stored_json import decode, encode, is_count
 
 INDEXED_NBYTES = 2**20
-"""Root metadata of fewer bytes have no index: to read them whole takes about as long as a block."""
+"""Root metadata of fewer bytes have no index: they are about four blocks."""
 
 _BLOCK_NBYTES = 2**18
 # About what an array has in the root metadata, and a chunk in `chunks.json`.

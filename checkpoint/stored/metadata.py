@@ -21,7 +21,8 @@ from keepstep.checkpoint.stored.object_names import (
 from keepstep.checkpoint.stored.steps import choose, missing
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
-_PARALLEL_READS = 8
+PARALLEL_READS = 8
+"""How many of the objects that tell of tensors, or parts of them, are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class StoredMetadata:
             except CheckpointError:
                 return None
 
-        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
             contents = pool.map(lambda name: read_verified(storage, manifest, name), names)
             listed = pool.map(read_listing, [entry.name for entry in listings])
             objects = dict(zip(names, contents, strict=True))

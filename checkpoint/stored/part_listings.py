@@ -12,9 +12,8 @@ from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.stored.cell_index import CellIndex
 from keepstep.checkpoint.stored.chunking import chunks_over
 from keepstep.checkpoint.stored.listings import DataObject
+from keepstep.checkpoint.stored.metadata import PARALLEL_READS
 from keepstep.checkpoint.stored.object_names import CHUNKS
-
-_PARALLEL_READS = 8
 
 
 class PartListings:
@@ -106,7 +105,7 @@ class PartListings:
             if all(map(self._is_held, names)):
                 self._add(missing, map(self._read, names))
                 return self._index
-            with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+            with ThreadPoolExecutor(PARALLEL_READS) as pool:
                 self._add(missing, pool.map(self._read, names))
             return self._index
 

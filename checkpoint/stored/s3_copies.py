@@ -20,10 +20,10 @@ from keepstep.checkpoint.stored.s3_client import S3Location, open_client
 log = logging.getLogger("keepstep")
 
 _LEAST_NBYTES = 2**20
-"""Smaller objects are sent in about the time that the request for a copy takes."""
+"""Smaller objects are sent: a request is needed in any case."""
 
 _ANSWER_TIMEOUT_S = 20.0
-"""A copy of 64 MiB, more than most objects have, takes about a second."""
+"""Whoever waits for longer could have sent the bytes."""
 
 
 @contextmanager

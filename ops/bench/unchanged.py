@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,8 @@ def save_by_keepstep(url: str, state: State, step: int) -> None:
 
 
 def save_by_dcp(url: str, state: State, step: int) -> None:
-    writer = FsspecWriter(f"{url}/{step}") if "://" in url else f"{url}/{step}"
-    if isinstance(writer, str):
-        dcp.save(state, checkpoint_id=writer)
-    else:
-        dcp.save(state, storage_writer=writer)
+    kind = FsspecWriter if "://" in url else dcp.FileSystemWriter
+    dcp.save(state, storage_writer=kind(f"{url}/{step}"))
 
 
 def save_by_torch(url: str, state: State, step: int) -> None:
@@ -108,8 +105,7 @@ def main(as_json: bool, quick: bool) -> None:
     results: dict[str, Any] = {"nbytes": nbytes, "files": {}, "s3": {}}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        server: AbstractContextManager[Any] = s3_server()
-        stack.enter_context(server)
+        stack.enter_context(s3_server())
         for name, save in SAVES.items():
             own = directory / name
             results["files"][name] = measure(

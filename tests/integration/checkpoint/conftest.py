@@ -9,6 +9,8 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from tests.integration.checkpoint.recorded_s3 import Recorder
+
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[tuple[str, int]]:
@@ -37,3 +39,11 @@ def s3(s3_endpoint: tuple[str, int]) -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         boto3.client("s3").create_bucket(Bucket=bucket)
         yield f"s3://{bucket}"
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[Recorder]:
+    """An S3 server's application that keeps the requests, for a module that serves it."""
+    recorder = Recorder()
+    yield recorder
+    recorder.is_over.set()

@@ -49,16 +49,22 @@ class Recorder:
     """The application of moto's server; it keeps the requests.
 
     It may ignore where a listing shall begin, and the condition of a copy, as moto does; refuse
-    copies; and answer them without what they have become.
+    copies; answer them without what they have become; and answer no copies but the first ones.
     """
 
     def __init__(self) -> None:
         self.application = DomainDispatcherApplication(create_backend_app)
+        self.is_over = threading.Event()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the requests, and answer as S3 does."""
         self.requests: list[Request] = []
         self.ignores_start = False
         self.ignores_conditions = False
         self.refuses_copies = False
         self.hides_copies = False
+        self.answered_copies: Iterator[None] | None = None
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
@@ -85,6 +91,8 @@ class Recorder:
         source = environ.get("HTTP_X_AMZ_COPY_SOURCE")
         if source is None:
             return self.application(environ, start_response)
+        if self.answered_copies is not None and next(self.answered_copies, self) is self:
+            self.is_over.wait()
         if self.refuses_copies:
             return _error(start_response, "403 Forbidden", "AccessDenied")
         wanted = environ.get("HTTP_X_AMZ_COPY_SOURCE_IF_MATCH")

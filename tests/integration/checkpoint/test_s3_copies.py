@@ -26,11 +26,6 @@ FROZEN_NBYTES = 4 * 600 * 1000
 
 
 @pytest.fixture(scope="module")
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture(scope="module")
 def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
     with serve(recorder, None) as address:
         yield address
@@ -38,8 +33,7 @@ def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(autouse=True)
 def no_requests(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder.requests.clear()
-    recorder.ignores_conditions = recorder.refuses_copies = recorder.hides_copies = False
+    recorder.reset()
     monkeypatch.setattr(PROCESS_SAVER, "last_part", LastPart())
 
 
@@ -194,4 +188,19 @@ def test_an_endpoint_that_botocore_refuses_fails_no_save(
         ),
     )
     save_both(url, state, 2)
+    check(url, state, 2)
+
+
+def test_once_s3_does_not_answer_a_copy_no_further_one_is_asked_for(
+    url: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_copies, "_ANSWER_TIMEOUT_S", 0.5)
+    state = {f"frozen{number}": torch.randn(600, 1000) for number in range(20)}
+    checkpoint.save(url, state, step=1)
+    recorder.answered_copies = iter([None, None])
+    recorder.requests.clear()
+    checkpoint.save(url, state, step=2)
+    sent = [r for r in chunks_sent(recorder) if not r.copied_from]
+    # Two were answered, and four threads may have waited at that time.
+    assert 14 <= len(sent) <= 18
     check(url, state, 2)

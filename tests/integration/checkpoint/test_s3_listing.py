@@ -28,11 +28,6 @@ from tests.patience import patient
 
 
 @pytest.fixture(scope="module")
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture(scope="module")
 def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
     with serve(recorder, None) as address:
         yield address
@@ -40,8 +35,7 @@ def s3_endpoint(recorder: Recorder) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(autouse=True)
 def no_requests(recorder: Recorder) -> None:
-    recorder.requests.clear()
-    recorder.ignores_start = False
+    recorder.reset()
 
 
 def put(url: str, *names: str) -> None:

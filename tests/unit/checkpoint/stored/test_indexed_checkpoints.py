@@ -30,37 +30,14 @@ from keepstep.checkpoint.stored.object_names import (
     StoredStep,
 )
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
-from tests.unit.checkpoint.given_storage import read_from
+from tests.unit.checkpoint.given_storage import RecordingStorage, read_from
 
 ATTEMPT = Attempt(StoredStep(1, 0), "x")
 COUNT = 4000
 KEYS = [f"model/{number:04d}" for number in range(COUNT)]
 WRITERS = 4
-
-
-class RangeRecorder:
-    """A storage that records what is read of an object as a whole, and of ranges of it."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.fails = False
-        self.whole: list[str] = []
-        self.ranges: list[tuple[str, int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.storage, name)
-
-    def read(self, name: str, nbytes: int = 0) -> bytes:
-        self.whole.append(name.rpartition("/")[2])
-        return self.storage.read(name, nbytes)
-
-    def read_into(self, name: str, buffers: list[memoryview], offset: int = 0) -> int:
-        if self.fails and name.endswith(ROOT):
-            raise CheckpointError("the storage is away")
-        self.ranges.append((name.rpartition("/")[2], sum(buffer.nbytes for buffer in buffers)))
-        return self.storage.read_into(name, buffers, offset)
 
 
 def value_of(key: str) -> int:
@@ -110,9 +87,9 @@ def url() -> str:
 
 
 @pytest.fixture
-def recorder(url: str, monkeypatch: pytest.MonkeyPatch) -> RangeRecorder:
-    recorder = RangeRecorder(open_storage(url))
-    read_from(recorder, monkeypatch)  # type: ignore[arg-type]
+def recorder(url: str, monkeypatch: pytest.MonkeyPatch) -> RecordingStorage:
+    recorder = RecordingStorage(open_storage(url))
+    read_from(recorder, monkeypatch)
     return recorder
 
 
@@ -124,15 +101,15 @@ def values(source: StoredCheckpoint, keys: list[str]) -> list[int]:
 
 
 def test_a_reader_of_one_tensor_reads_what_tells_of_its_writers_tensors(
-    url: str, recorder: RangeRecorder
+    url: str, recorder: RecordingStorage
 ) -> None:
     source = StoredCheckpoint.open(url)
     assert len(source.tensors) == COUNT
     assert recorder.ranges == []
     assert values(source, ["model/2345"]) == [45]
-    assert ROOT not in recorder.whole
+    assert ROOT not in recorder.reads
     # What tells of chunks is small, and read whole.
-    assert recorder.whole.count(CHUNKS) == 1
+    assert recorder.reads.count(CHUNKS) == 1
     assert {name for name, _ in recorder.ranges} == {ROOT, "000002-0000"}
     # A block of the tensor, and those that its writer's listing tells of: a quarter.
     read = sum(nbytes for name, nbytes in recorder.ranges if name == ROOT)
@@ -140,41 +117,41 @@ def test_a_reader_of_one_tensor_reads_what_tells_of_its_writers_tensors(
 
 
 def test_what_tells_of_chunks_is_read_by_ranges_too_where_it_is_large(
-    url: str, recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+    url: str, recorder: RecordingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed_object, "INDEXED_NBYTES", 0)
     assert values(StoredCheckpoint.open(url), ["model/2345"]) == [45]
-    assert CHUNKS not in recorder.whole
+    assert CHUNKS not in recorder.reads
     (read,) = (nbytes for name, nbytes in recorder.ranges if name == CHUNKS)
     assert 0 < read < 0.1 * recorder.storage.size(f"{ATTEMPT.directory}/{CHUNKS}")
 
 
 def test_a_reader_of_all_tensors_reads_the_whole_objects_at_once(
-    url: str, recorder: RangeRecorder
+    url: str, recorder: RecordingStorage
 ) -> None:
     source = StoredCheckpoint.open(url)
     assert len(dict(source.tensors.items())) == len(list(source.tensors.values())) == COUNT
     assert values(source, KEYS[:-1]) == [value_of(key) for key in KEYS[:-1]]
-    assert recorder.whole.count(ROOT) == recorder.whole.count(CHUNKS) == 1
+    assert recorder.reads.count(ROOT) == recorder.reads.count(CHUNKS) == 1
     assert not {ROOT, CHUNKS} & {name for name, _ in recorder.ranges}
 
 
 def test_a_reader_that_asks_for_one_tensor_after_the_other_gets_all_after_some_reads(
-    url: str, recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+    url: str, recorder: RecordingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed_object, "_SINGLE_READS", 3)
     source = StoredCheckpoint.open(url)
     assert [source.stored_tensors[key].shape for key in KEYS[:-1]] == [(1,)] * (COUNT - 1)
-    assert recorder.whole.count(ROOT) == 1
+    assert recorder.reads.count(ROOT) == 1
     assert sum(name == ROOT for name, _ in recorder.ranges) == 3
 
 
 def test_the_metadata_of_parameters_and_their_slots_is_read_at_once(
-    recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+    recorder: RecordingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "memory://slots"
     store(url, sorted([*KEYS, *(f"optim/{key[6:]}/exp_avg" for key in KEYS)]))
-    read_from(recording := RangeRecorder(open_storage(url)), monkeypatch)  # type: ignore[arg-type]
+    read_from(recording := RecordingStorage(open_storage(url)), monkeypatch)
     source = StoredCheckpoint.open(url)
     names = [key[6:] for key in KEYS[1000:1600]]
     assert source.slots(names).keys() == set(names)
@@ -182,15 +159,15 @@ def test_the_metadata_of_parameters_and_their_slots_is_read_at_once(
     assert len(before) > 3
     assert all(source.tensors[f"model/{name}"].shape == (1,) for name in names)
     assert recording.ranges == before
-    assert ROOT not in recording.whole
+    assert ROOT not in recording.reads
 
 
 def test_a_read_that_fails_leaves_the_checkpoint_usable(
-    url: str, recorder: RangeRecorder, monkeypatch: pytest.MonkeyPatch
+    url: str, recorder: RecordingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = StoredCheckpoint.open(url)
     with monkeypatch.context() as patch:
-        patch.setattr(recorder, "fails", True)
+        patch.setattr(recorder, "unreadable", ROOT)
         with pytest.raises(CheckpointError, match="the storage is away"):
             values(source, ["model/2345"])
     assert values(source, ["model/2345"]) == [45]
@@ -219,13 +196,13 @@ def test_only_blocks_that_are_asked_for_are_parsed(
     assert 1 < len(parsed) < COUNT / 10
 
 
-def test_what_another_rank_has_read_is_not_read_again(url: str, recorder: RangeRecorder) -> None:
+def test_what_another_rank_has_read_is_not_read_again(url: str, recorder: RecordingStorage) -> None:
     metadata = StoredMetadata.read(url, for_all_ranks=True)
     assert {ROOT, CHUNKS, INDEX} <= metadata.objects.keys()
-    recorder.whole.clear()
+    recorder.reads.clear()
     source = StoredCheckpoint.of(url, metadata)
     assert values(source, ["model/0000", "model/3998"]) == [0, 98]
-    assert not {ROOT, CHUNKS} & {*recorder.whole, *(name for name, _ in recorder.ranges)}
+    assert not {ROOT, CHUNKS} & {*recorder.reads, *(name for name, _ in recorder.ranges)}
 
 
 def test_without_the_index_the_checkpoint_has_the_same_tensors(url: str) -> None:

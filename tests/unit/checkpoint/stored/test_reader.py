@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,31 +15,10 @@ from keepstep.checkpoint.stored.housekeeping import remove
 from keepstep.checkpoint.stored.object_names import NEWEST, Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.steps import newest
-from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import publish, write_part
-from tests.unit.checkpoint.given_storage import read_from
-
-
-class RecordingStorage:
-    """A storage that records the objects that are read, and the directories that are listed."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.reads: list[str] = []
-        self.listed: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.storage, name)
-
-    def read(self, name: str, nbytes: int = 0) -> bytes:
-        self.reads.append(name.rpartition("/")[2])
-        return self.storage.read(name, nbytes)
-
-    def directories_with(self, leaf: str, after: str = "") -> Any:
-        found = self.storage.directories_with(leaf, after)
-        self.listed += found
-        return found
+from tests.unit.checkpoint.given_storage import RecordingStorage, read_from
 
 
 @pytest.fixture
