@@ -65,6 +65,7 @@ class Recorder:
         self.refuses_copies = False
         self.hides_copies = False
         self.answered_copies: Iterator[None] | None = None
+        self.unanswered_copies = 0
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
@@ -92,6 +93,7 @@ class Recorder:
         if source is None:
             return self.application(environ, start_response)
         if self.answered_copies is not None and next(self.answered_copies, self) is self:
+            self.unanswered_copies += 1
             self.is_over.wait()
         if self.refuses_copies:
             return _error(start_response, "403 Forbidden", "AccessDenied")
