@@ -11,6 +11,7 @@ from tests.integration.job.example_runs import run_with_a_killed_worker
 @pytest.mark.parametrize(
     ("example", "steps", "options"),
     [
+        ("minimal.py", 500, ()),
         ("lora.py", 60, ("--width", "32")),
         # TorchInductor takes a minute to compile for the first time on a machine.
         ("compiled.py", 60, ("--width", "32", "--layers", "1", "--backend", "aot_eager")),
