@@ -99,6 +99,8 @@ class Job:
             judge=self._judge,
         )
         self._rejected: RejectedStep | None = None
+        self._left_out_guards = 0
+        self._has_warned_of_guard = False
         self._batch_generation: int | None = None
         self._pass_generation = 0
         self._batch_position = Position()
@@ -119,6 +121,12 @@ class Job:
     ) -> None:
         # After an exception the process groups stay: peers would report broken collectives before
         # this worker reports the cause.
+        if isinstance(error, NameError) and self._left_out_guards:
+            error.add_note(
+                f"This process has begun the script anew, and left out {self._left_out_guards} "
+                "guards of passes that were over: what the script needs of them afterwards belongs "
+                "into State.extra, or into build, which runs in every process."
+            )
         if error is None:
             self._finish()
             self._state.close()
@@ -210,8 +218,8 @@ class Job:
                 or global batch.
         """
         data = DataPass(
-            self._passes.count,
-            self._passes.end,
+            self._passes.place.count,
+            self._passes.place.end,
             self._seed,
             dataset,
             global_batch,
@@ -240,14 +248,12 @@ class Job:
             yield from self._batches_of(data)
         finally:
             # Also by `break`, or by an exception in the loop.
-            self._passes.leave_loop()
+            self._passes.place.leave_loop()
             self._batch_generation = None
 
     def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch of a pass, from the position on."""
         while self._state.position.batch < data.end:
-            if self._state.position.batch < data.begin:
-                self._restart_script("the restored position is in an earlier pass over the data")
             generation = self.world.generation
             loader = data.from_position(
                 self._state.position, self.world.data_rank, self.world.data_size
@@ -290,7 +296,8 @@ class Job:
 
         All ranks must run the same collectives in it, as in a step.
         """
-        return Guard(self._recover_in_guard, self._passes.complete_guard)
+        is_over = self._passes.place.come_to_guard(self._state.position.batch)
+        return Guard(self, is_over=is_over)
 
     def stop(self) -> None:
         """End the pass over the data after the next step that begins, on all ranks alike.
@@ -509,12 +516,15 @@ class Job:
             self._events.reject(rejected)
 
     def _recover(self, error: BaseException | None) -> None:
-        """Leave the current generation and enter the next one.
+        """Leave the current generation and enter the next one, or begin the script anew in it.
 
         Args:
             error: what has ended the generation; None if it ends in good order.
         """
         self._enter(self._leave(error))
+        reason = self._passes.place.reason_to_begin_anew(self._state.position.batch)
+        if reason:
+            self._restart_script(reason)
 
     def _leave(self, error: BaseException | None) -> int:
         """Leave the current generation, as in `_recover`, and return its number."""
@@ -523,18 +533,35 @@ class Job:
         self._state.end(generation, error)
         return generation
 
+    def _enter_guard(self, *, is_unconditional: bool) -> None:
+        """Begin a guard; for `Guard`.
+
+        Args:
+            is_unconditional: the script has not asked whether it is completed already.
+        """
+        place = self._passes.place
+        if place.is_in_loop and self._batch_generation not in (None, self.world.generation):
+            # Ranks that are new go on with the next batch.
+            self._restart_script(
+                "a guard in the loop was entered with the batch of a step or guard that was not "
+                "completed; to go on instead, the script asks `completed` of these"
+            )
+        if is_unconditional and not place.is_in_loop and not self._has_warned_of_guard:
+            self._has_warned_of_guard = True
+            if self.world.rank == 0:
+                log.warning(
+                    "a guard outside of the loop over job.batches is entered without the question "
+                    "whether it is completed: after each recovery the scripts of all ranks begin "
+                    "anew and run it again. To run it once, write `guard = job.guard()`, then "
+                    "`while not guard.completed: with guard: ...`"
+                )
+        place.enter_guard(is_unconditional=is_unconditional)
+
     def _recover_in_guard(self, error: BaseException) -> bool:
-        """Recover from a failure outside of a step; False if the error is the loop's own."""
+        """Recover from a failure in a guard; False if the error is the loop's own."""
         if not (isinstance(error, Exception) and self._is_from_generation_end(error)):
             return False
-        before = self._state.position
         self._recover(error)
-        was_over = self._passes.is_over(before)
-        # After a `break`, a process that is new computes the next step, and not what is guarded.
-        if self._passes.was_left_early(before) or (was_over and self._state.position != before):
-            self._restart_script("the last steps must be computed again")
-        if self._passes.was_guarded:
-            self._restart_script("ranks that are new run the guards after the loop again")
         return True
 
     def _finish(self) -> None:

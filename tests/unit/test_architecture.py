@@ -207,6 +207,7 @@ PURE = (
     "elastic.data.position",
     "elastic.trainer.bad_steps",
     "elastic.trainer.events",
+    "elastic.trainer.script_place",
     "elastic.trainer.snapshot_interval",
     "elastic.trainer.stop_request",
     "monitor.diagnosis",

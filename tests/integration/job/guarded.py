@@ -74,11 +74,18 @@ with keepstep.join(build) as job:
                     continue
             if (number, job.steps) == (1, 12):
                 die_once("after-the-decision")
+            if (number, job.steps) == (2, 18):
+                die_once("in-the-second-pass")
             with job.step():
                 loss = job.model(points).square().mean()
                 loss.backward()
                 job.optimizer.step()
         write("pass", number, job.steps)
+        if number == 1:
+            guard = job.guard()
+            while not guard.completed:
+                with guard:
+                    write("between", job.steps, evaluate().hex())
     wait_for_commit()
     guard = job.guard()
     while not guard.completed:

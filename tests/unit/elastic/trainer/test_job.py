@@ -370,6 +370,7 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
 def test_guard_recovers_from_a_lost_peer_and_lets_other_errors_pass(running: Running) -> None:
     with running.job as job:
         guard = job.guard()
+        assert not guard.completed
         with pytest.raises(ZeroDivisionError), guard:
             _ = 1 / 0
         assert (guard.completed, job.world.generation) == (False, 1)
@@ -379,6 +380,62 @@ def test_guard_recovers_from_a_lost_peer_and_lets_other_errors_pass(running: Run
         with guard:
             pass
         assert guard.completed
+
+
+def test_guard_outside_of_a_loop_that_is_entered_without_a_question_is_named_once(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It cannot be left out in a process that is new, so all begin anew after a recovery."""
+    with running.job as job:
+        for _ in range(2):
+            with job.guard():
+                pass
+        for _ in batches(job):
+            with pytest.raises(Replaced, match=r"while not guard\.completed"), job.step():
+                raise PEER_LOST
+            break
+    assert sum("without the question" in record.message for record in caplog.records) == 1
+
+
+def test_process_that_is_new_leaves_guards_out_and_says_so_with_a_name_that_is_missing(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(3, 3), "memory"))
+
+    def evaluate_and_print() -> None:
+        guard = running.job.guard()
+        while not guard.completed:
+            with guard:
+                loss = 1.0
+        print(loss)
+
+    with pytest.raises(NameError, match="loss") as raised, running.job:
+        evaluate_and_print()
+    assert "left out 1 guards" in raised.value.__notes__[0]
+    assert "State.extra" in raised.value.__notes__[0]
+
+
+def test_guard_that_is_over_is_not_entered_by_a_script_that_has_asked(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(3, 3), "memory"))
+    with running.job as job:
+        guard = job.guard()
+        assert guard.completed
+        with pytest.raises(UsageError, match=r"while not guard\.completed"), guard:
+            pass
+
+
+def test_guard_with_a_batch_from_before_a_recovery_begins_the_script_anew(
+    running: Running,
+) -> None:
+    """Ranks that are new begin the next step meanwhile."""
+    with running.job as job:
+        next(running._batches)
+        with job.step():
+            raise PEER_LOST
+        with pytest.raises(Replaced, match="was entered with the batch"), job.guard():
+            pass
 
 
 def test_step_with_a_batch_from_before_a_recovery_is_refused(running: Running) -> None:
@@ -398,7 +455,9 @@ def test_guard_after_the_loop_starts_the_script_anew_if_steps_must_be_computed_a
     with running.job as job:
         for _ in batches(job):
             assert running.step().completed
-        with pytest.raises(Replaced, match="the last steps"), job.guard():
+        guard = job.guard()
+        assert not guard.completed
+        with pytest.raises(Replaced, match="the last steps"), guard:
             raise PEER_LOST
 
 
@@ -409,7 +468,9 @@ def test_guard_after_a_loop_that_was_left_early_starts_the_script_anew(running: 
             assert running.step().completed
             if job.steps == 2:
                 break
-        with pytest.raises(Replaced, match="the last steps"), job.guard():
+        guard = job.guard()
+        assert not guard.completed
+        with pytest.raises(Replaced, match="the last steps"), guard:
             raise PEER_LOST
 
 
@@ -438,7 +499,9 @@ def test_job_that_begins_once_more_has_its_extra_objects_as_they_were(running: R
 
     running.job._state._build = build_with_extra
     with running.job as job:
-        with job.guard():
+        guard = job.guard()
+        assert not guard.completed
+        with guard:
             kept.state["count"], best.state["count"], made[0].state["count"] = 5.0, 0.5, 7.0
             cast(torch.Tensor, sums.state["sum"]).add_(1.0)
             raise PEER_LOST
@@ -462,6 +525,7 @@ def test_extra_object_that_outlives_a_generation_is_restored_into_what_a_new_pro
     running.job._state._build = lambda world: replace(build(world), extra={"kept": kept})
     monkeypatch.setattr(SnapshotManager, "resume", resume)
     with running.job as job:
+        next(running._batches)
         with job.guard():
             kept.state["count"] = 5.0
             kept.state["mean"] = torch.ones(2)

@@ -16,51 +16,26 @@ def passes() -> Passes:
     """A first pass of three batches, and a second one of five."""
     passes = Passes()
     for steps in (EARLIER_BATCHES, 5):
-        passes.begin(DataPass(passes.count, passes.end, 1, range(10), 2, steps=steps))
+        passes.begin(DataPass(passes.place.count, passes.place.end, 1, range(10), 2, steps=steps))
     return passes
 
 
 def test_batches_are_counted_through_all_passes(passes: Passes) -> None:
     assert passes.current is not None
-    assert (passes.count, passes.current.begin, passes.current.end, passes.end) == (2, 3, 8, 8)
+    assert (passes.place.count, passes.place.end) == (2, 8)
+    assert (passes.current.begin, passes.current.end) == (3, 8)
 
 
-def test_before_its_first_pass_a_script_has_no_more_batches_and_is_at_no_end() -> None:
+def test_before_its_first_pass_a_script_has_no_more_batches() -> None:
     passes = Passes()
     assert not passes.has_more(Position())
-    assert not passes.is_over(Position())
     passes.request_stop(Position())
     assert not passes.is_stop_requested(Position())
 
 
 @pytest.mark.parametrize(("batch", "is_over"), [(3, False), (7, False), (8, True), (9, True)])
-def test_a_pass_is_over_at_its_end_and_has_more_before(
-    passes: Passes, batch: int, is_over: bool
-) -> None:
-    assert passes.is_over(Position(batch, batch)) is is_over
+def test_a_pass_has_more_batches_before_its_end(passes: Passes, batch: int, is_over: bool) -> None:
     assert passes.has_more(Position(batch, batch)) is not is_over
-
-
-def test_a_loop_was_left_early_only_before_the_end_of_its_pass(passes: Passes) -> None:
-    assert not passes.was_left_early(Position(5, 5))
-    passes.leave_loop()
-    assert passes.was_left_early(Position(5, 5))
-    assert not passes.was_left_early(Position(8, 8))
-    passes.begin(DataPass(passes.count, passes.end, 1, range(10), 2, steps=5))
-    assert not passes.was_left_early(Position(9, 9))
-
-
-def test_a_guard_counts_once_it_was_completed_after_the_loop_of_the_present_pass(
-    passes: Passes,
-) -> None:
-    passes.complete_guard()
-    assert not passes.was_guarded
-    passes.leave_loop()
-    assert not passes.was_guarded
-    passes.complete_guard()
-    assert passes.was_guarded
-    passes.begin(DataPass(passes.count, passes.end, 1, range(10), 2, steps=5))
-    assert not passes.was_guarded
 
 
 def test_a_stop_holds_in_its_pass_and_in_no_state_from_before_it(passes: Passes) -> None:
@@ -68,7 +43,7 @@ def test_a_stop_holds_in_its_pass_and_in_no_state_from_before_it(passes: Passes)
     assert not passes.is_stop_requested(Position(4, 4))
     assert passes.is_stop_requested(Position(5, 5))
     assert passes.is_stop_requested(Position(6, 6))
-    passes.begin(DataPass(passes.count, passes.end, 1, range(10), 2, steps=5))
+    passes.begin(DataPass(passes.place.count, passes.place.end, 1, range(10), 2, steps=5))
     assert not passes.is_stop_requested(Position(8, 8))
 
 
