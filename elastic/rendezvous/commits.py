@@ -9,7 +9,8 @@ Invariants:
 - A node believes no announcement of a generation in which it is fenced or has drained, so that what
   its record says then stays true.
 - A node frees nothing that it is asked to store before it has begun to: an announcement counts once
-  the node sees the request that stood when it was made.
+  the node sees the request that stood when it was made. The exception is a request whose writer got
+  no answer for seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from keepstep.elastic.rendezvous.view import View
 _CLOCK_TOLERANCE_S = 0.1
 """Two clocks that are read one after the other differ from one time to the next."""
 
+_HOLD_S = 2.0
+"""How long a commit waits for a request to store, at most."""
+
 COMMIT_INTERVAL_S = 5.0
 """How often the coordinator is told of a commit that nobody needs there, at most."""
 
@@ -42,13 +46,21 @@ class Announcements:
 
     def __init__(self) -> None:
         self._last: CommitAnnouncement | None = None
-        self._may_begin_to_store = False
+        self._sent: Persist | Commit | None = None
+        """The action that the view does not show yet, if a request to store may follow from it."""
+        self._held_since_s: float | None = None
+        """Since when a commit is held back for a request to store, in wall-clock seconds."""
 
     def next(self, view: View, reports: Reports, wall_s: float) -> CommitAnnouncement | None:
         """Return what the leader announces now; None if there is nothing new.
 
         In a generation that closes, commits go through the coordinator: whoever opens the next one
         has to see them.
+
+        A commit frees what is to be stored, so it is held back until that is asked for; but not
+        for longer than a coordinator takes that answers. In an outage nodes would else protect
+        nothing newer, and all leases may end with it. A request that comes too late fails, and is
+        made again for a newer snapshot.
 
         Args:
             view: the leader's view, with the reports folded in.
@@ -60,31 +72,40 @@ class Announcements:
         newest = reports.protected_by_all(view.generation)
         if newest is None or (self._last is not None and newest <= self._last.snapshot):
             return None
-        if view.persist is None and (
-            self._may_begin_to_store or _is_to_be_stored(view, view.generation, wall_s)
-        ):
-            # A newer commit would free what is to be stored before it is asked for.
+        if self._is_held_back(view, view.generation, wall_s):
             return None
         self._last = CommitAnnouncement(newest, view.revisions.get("persist", 0))
         return self._last
 
     def note_sent(self, action: Action) -> None:
-        """Note that the transactions of an action are sent.
-
-        A request to store may be applied later than its writer learns. Until it is known what has
-        become of it, nothing is announced that would free what it asks for. Nor while a commit is
-        written that is to be stored.
-        """
-        self._may_begin_to_store |= isinstance(action, Persist | Commit)
+        """Note that an action is sent: it may be applied later than its writer learns."""
+        if isinstance(action, Persist | Commit):
+            self._sent = action
 
     def note_shown(self) -> None:
         """Note that the view shows the newest action: none that was sent before comes any more."""
-        self._may_begin_to_store = False
+        self._sent = None
 
+    def _is_held_back(self, view: View, generation: Generation, wall_s: float) -> bool:
+        if view.persist is not None or not self._may_be_asked_for(view, generation, wall_s):
+            self._held_since_s = None
+            return False
+        since_s = self._held_since_s
+        if since_s is None or wall_s < since_s:
+            self._held_since_s = since_s = wall_s
+        return wall_s < since_s + _HOLD_S
 
-def _is_to_be_stored(view: View, generation: Generation, wall_s: float) -> bool:
-    """Whether the snapshot that the coordinator knows as committed is due to be stored."""
-    return begin_persist_if_due(view, present_members(view, generation), wall_s) is not None
+    def _may_be_asked_for(self, view: View, generation: Generation, wall_s: float) -> bool:
+        """Whether a request to store what the next announcement frees is due, or on its way."""
+        if isinstance(self._sent, Persist):
+            return True
+        committed = [view.snapshot, self._sent.commit if self._sent is not None else None]
+        present = present_members(view, generation)
+        return any(
+            begin_persist_if_due(replace(view, snapshot=commit), present, wall_s) is not None
+            for commit in committed
+            if commit is not None
+        )
 
 
 def needs_decision(

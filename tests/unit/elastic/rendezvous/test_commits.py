@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.actions import Close, Commit, Persist
 from keepstep.elastic.rendezvous.commits import (
@@ -91,12 +93,8 @@ def test_nothing_is_announced_while_a_request_to_store_may_be_on_its_way() -> No
     assert announcements.next(IDLE, reports_of(9), NOW_S) == CommitAnnouncement(SnapshotId(2, 9))
 
 
-def test_nothing_is_announced_while_a_commit_that_is_to_be_stored_is_written_or_known() -> None:
-    """Where snapshots are quicker than the coordinator, each would replace the one to be stored."""
-    announcements = Announcements()
-    announcements.note_sent(Commit(NEWER))
-    assert announcements.next(IDLE, reports_of(8), NOW_S) is None
-    announcements.note_shown()
+def due_view() -> View:
+    """Return a view in which every seventh step is to be stored."""
     records = [
         record_of(
             node,
@@ -108,10 +106,42 @@ def test_nothing_is_announced_while_a_commit_that_is_to_be_stored_is_written_or_
         for node in "ab"
     ]
     joined = replace(IDLE, nodes={record.node: JoinedNode(record, 5) for record in records})
-    due = with_reports(joined, reports_of(7, 8).newest)
+    return with_reports(joined, reports_of(7, 8).newest)
+
+
+def test_nothing_is_announced_while_a_commit_that_is_to_be_stored_is_written_or_known() -> None:
+    """Where snapshots are quicker than the coordinator, each would replace the one to be stored."""
+    announcements, due = Announcements(), due_view()
+    announcements.note_sent(Commit(NEWER))
+    assert announcements.next(replace(due, snapshot=OLDER), reports_of(7, 8), NOW_S) is None
+    announcements.note_shown()
     assert announcements.next(due, reports_of(7, 8), NOW_S) is None
     asked = replace(due, persist=VIEW.persist, revisions={"persist": 39})
     assert announcements.next(asked, reports_of(7, 8), NOW_S) is not None
+
+
+def test_a_commit_that_is_written_and_not_to_be_stored_holds_nothing_back() -> None:
+    announcements = Announcements()
+    announcements.note_sent(Commit(NEWER))
+    assert announcements.next(replace(IDLE, snapshot=OLDER), reports_of(8), NOW_S) is not None
+
+
+@pytest.mark.parametrize("sent", [REQUEST, Commit(NEWER), None])
+def test_in_an_outage_of_the_coordinator_commits_are_held_back_for_two_seconds_at_most(
+    sent: Persist | Commit | None,
+) -> None:
+    """What nodes protect after that would be lost if all leases end with the outage."""
+    announcements, due = Announcements(), due_view()
+    if sent is not None:
+        announcements.note_sent(sent)
+    assert announcements.next(due, reports_of(8), NOW_S) is None
+    assert announcements.next(due, reports_of(8), NOW_S + 1.9) is None
+    assert announcements.next(due, reports_of(8), NOW_S + 2.0) == CommitAnnouncement(
+        NEWEST.snapshot
+    )
+    assert announcements.next(due, reports_of(9), NOW_S + 2.1) == CommitAnnouncement(
+        SnapshotId(2, 9)
+    )
 
 
 def decides(
