@@ -218,6 +218,9 @@ class JobStatus:
         checkpoint_step: newest step in storage.
         checkpoint_url: where that checkpoint is stored.
         parity: number of nodes of each group that may be lost without losing the state in memory.
+        standstill_s: how long the job may stand still; 0.0: for ever, or not known.
+        paused: why the job is paused; "" if it is not.
+        paused_at_s: when it was.
     """
 
     began_at_s: float
@@ -228,6 +231,9 @@ class JobStatus:
     checkpoint_step: int | None = None
     checkpoint_url: str = ""
     parity: int = 0
+    standstill_s: float = 0.0
+    paused: str = ""
+    paused_at_s: float = 0.0
 
     def places(self) -> dict[int, str]:
         """Return each rank's node."""

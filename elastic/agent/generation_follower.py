@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
+from keepstep.elastic.agent.standstill import StandstillWatch
 from keepstep.elastic.agent.store_socket import StoreSocket
-from keepstep.elastic.rendezvous.records import Generation, NodePhase
+from keepstep.elastic.rendezvous.records import (
+    FailureKind,
+    Generation,
+    NodePhase,
+    RestartRequest,
+)
 from keepstep.elastic.worker.messages import AbortOrdered, Assignment, CommandKind
+
+log = logging.getLogger("keepstep")
 
 
 class GenerationFollower:
@@ -20,6 +29,7 @@ class GenerationFollower:
         node: which enters and ends generations.
         snapshots: its snapshots.
         store_socket: the port that is announced for the next generation's torch store.
+        standstill: watches whether its workers go on.
         on_change: called when there is more to do.
     """
 
@@ -28,11 +38,13 @@ class GenerationFollower:
         node: LocalNode,
         snapshots: NodeSnapshots,
         store_socket: StoreSocket,
+        standstill: StandstillWatch,
         on_change: Callable[[], None],
     ) -> None:
         self._node = node
         self._snapshots = snapshots
         self._store_socket = store_socket
+        self._standstill = standstill
         self._on_change = on_change
 
     async def follow(self) -> None:
@@ -55,10 +67,13 @@ class GenerationFollower:
         # Not before the leader has closed the generation for it: peers may report the connections
         # that break sooner than the request is seen, and would be taken for the cause.
         for request in view.restarts_on(self._node.config.node) if view.is_closing else ():
-            worker_group.restart(request.rank, request.reason)
+            await self._restart(request)
             await membership.complete_restart_request(request)
         worker_group.check_entry()
-        has_failed = worker_group.failure is not None
+        self._standstill.follow()
+        failure = worker_group.failure
+        # A standstill breaks nothing: the others' stacks are taken before the leader ends it.
+        has_failed = failure is not None and failure.kind is not FailureKind.STANDSTILL
         if view.is_closing or has_failed:
             is_aborted = view.closing is not None and view.closing.abort
             await self._drain(generation.generation, abort=has_failed or is_aborted)
@@ -69,6 +84,20 @@ class GenerationFollower:
             loaded=worker_group.loaded,
             replica_comparison=worker_group.replica_comparison,
         )
+
+    async def _restart(self, request: RestartRequest) -> None:
+        """Kill a rank's worker; if the job stands still because of it, its stack comes first."""
+        worker_group = self._node.worker_group
+        worker = worker_group.may_restart(request.rank)
+        if worker is None:
+            return
+        if request.is_standstill:
+            stack = await self._standstill.stacks_of(worker)
+            node = self._node.config.node
+            text = f"rank {request.rank} on {node} was restarted: {request.reason}\n{stack}"
+            log.error("%s", text)
+            worker_group.stand_still(text)
+        worker_group.restart(request.rank, request.reason)
 
     async def _enter(self, generation: Generation) -> None:
         """Put the workers into a generation, or end them if the node has no place in it."""

@@ -28,6 +28,7 @@ from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from keepstep.elastic.agent.peer_connections import AgentListener, Peer, PeerConnections
 from keepstep.elastic.agent.record_updates import RecordUpdates
 from keepstep.elastic.agent.snapshot_process import ServerGone
+from keepstep.elastic.agent.standstill import StandstillWatch
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import (
@@ -103,7 +104,10 @@ class Participation:
             ),
         )
         self._snapshots = NodeSnapshots(self._node, wake.set)
-        self._follower = GenerationFollower(self._node, self._snapshots, store_socket, wake.set)
+        self._standstill = StandstillWatch(self._node, wake.set)
+        self._follower = GenerationFollower(
+            self._node, self._snapshots, store_socket, self._standstill, wake.set
+        )
         self._updates = RecordUpdates(self._node, self._snapshots)
         self._node.membership = self._new_membership(
             NodeRecord(
@@ -129,6 +133,7 @@ class Participation:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._snapshots.supervisor.close)
             stack.push_async_callback(self._node.worker_group.stop, 0.0)
+            stack.push_async_callback(self._standstill.close)
             member_until_s = float("-inf")
             pause_s = _REJOIN_S
             reported = ""
@@ -315,6 +320,7 @@ class Participation:
             self._node.worker_group.drain_until_s,
             self._node.worker_group.entry_until_s,
             self._updates.due_s,
+            self._standstill.due_s,
             self._departure_deadline_s,
         ]
         present = [deadline for deadline in deadlines if deadline is not None]

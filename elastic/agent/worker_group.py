@@ -31,6 +31,7 @@ from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     ReplicaComparison,
 )
+from keepstep.elastic.rendezvous.standstill import NodeProgress
 from keepstep.elastic.worker.messages import (
     AgentMessage,
     Assignment,
@@ -112,6 +113,7 @@ class WorkerGroup:
         self._phases = PhaseReports()
         self._snapshot_intervals: dict[int, SnapshotIntervalChosen] = {}
         self._newest_step = 0
+        self._first_step_s: float | None = None
         self.generation = 0
         self.workers: dict[int, Worker] = {}
         self.failure: Failure | None = None
@@ -159,6 +161,28 @@ class WorkerGroup:
         for worker in self.workers.values():
             self._read_progress(worker)
         return self._newest_step
+
+    @property
+    def progress(self) -> NodeProgress | None:
+        """How far the workers are; None while they may take any time for what they do.
+
+        That is while some have no state yet, or are past their last step, and while they drain.
+        """
+        newest = [
+            progress
+            for worker in self.workers.values()
+            if worker.is_alive and worker.finishing_step is None
+            for progress in (worker.board.read(),)
+            if progress is not None and progress.generation == self.generation
+        ]
+        is_over = self._is_draining or self.failure is not None
+        if is_over or not newest or len(newest) < len(self.workers):
+            return None
+        return NodeProgress(
+            progressed_s=max(progress.at_s for progress in newest),
+            has_stepped=any(map(self._phases.has_stepped, self.workers)),
+            first_step_s=self._first_step_s,
+        )
 
     @property
     def restored_from(self) -> str:
@@ -296,14 +320,30 @@ class WorkerGroup:
     def restart(self, rank: int, reason: str) -> None:
         """Kill a rank's worker; what follows is what follows any crash.
 
-        Does nothing if the worker is gone, is being ended already, or has drained: in these cases
-        it is not the one that hung.
+        Does nothing unless the worker `may_restart`.
+        """
+        worker = self.may_restart(rank)
+        if worker is not None:
+            log.warning("rank %d is restarted: %s", rank, reason)
+            worker.kill(reason)
+
+    def may_restart(self, rank: int) -> Worker | None:
+        """Return the worker of a rank, if it may be the one that is to be restarted.
+
+        One that is gone, is being ended already, or has drained is not the one that hung.
         """
         worker = next((w for w in self.workers.values() if w.rank == rank), None)
         if worker is None or not worker.can_write or worker.is_stopping or worker.kill_reason:
-            return
-        log.warning("rank %d is restarted: %s", rank, reason)
-        worker.kill(reason)
+            return None
+        return worker
+
+    def stand_still(self, message: str) -> None:
+        """Record that no worker has gone on for too long.
+
+        Args:
+            message: the evidence; its first line is the reason in short.
+        """
+        self._record_failure(FailureKind.STANDSTILL, message)
 
     def check_entry(self) -> None:
         """Record a failure if workers have not entered their process groups in time.
@@ -339,6 +379,7 @@ class WorkerGroup:
     def forget(self) -> None:
         """Begin anew, for a job in which the node has taken no part; after `stop`."""
         self._begin(0)
+        self._first_step_s = None
 
     def _begin(self, generation: int) -> None:
         self.generation = generation
@@ -462,6 +503,13 @@ class WorkerGroup:
                     self._log_restored(message)
                 if worker.assignment is not None:
                     self._phases.add(worker.assignment.local_rank, message)
+                self._note_first_step()
+
+    def _note_first_step(self) -> None:
+        times = self.times()
+        if "restored" in times and "stepped" in times:
+            took_s = times["stepped"] - times["restored"]
+            self._first_step_s = max(self._first_step_s or 0.0, took_s)
 
     def _note_failed_script(self, worker: Worker, message: Failed) -> None:
         # What a script raises when its agent ends it is no failure, and what breaks in it with a

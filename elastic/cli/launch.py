@@ -71,6 +71,7 @@ def launch(**options: Any) -> int:
         group_size=options["group_size"],
         max_restarts=options["max_restarts"],
         return_s=options["lease_ttl"],
+        standstill_s=options["standstill_limit"] * 60.0,
         **_settings(options["rdzv_conf"]),
     )
     workers = parse_workers(options["nproc_per_node"])

@@ -237,6 +237,16 @@ _SECRET_FILE = click.option(
     help="Seconds for a worker to leave a failed step.",
 )
 @click.option(
+    "--standstill-limit",
+    type=click.FloatRange(min=0),
+    metavar="MINUTES",
+    default=30.0,
+    show_default=True,
+    help="Minutes without a step after which all ranks' stacks are printed and the ranks restarted "
+    "from memory; a second time at the same step ends the job. Longer than an evaluation takes; "
+    "0: no limit.",
+)
+@click.option(
     "--grace", default=30.0, show_default=True, help="Seconds to hand over state after SIGTERM."
 )
 @click.argument("script")

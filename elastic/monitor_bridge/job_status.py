@@ -32,6 +32,7 @@ def job_status_of(view: View) -> JobStatus | None:
             )
         )
     recoveries = tuple(map(_recovery_status, view.history.recoveries))
+    limits = view.leadership.limits if view.leadership is not None else None
     began_at_s = recoveries[0].detected_at_s if recoveries else generation.detected_at_s
     return JobStatus(
         began_at_s=began_at_s or generation.opened_at_s,
@@ -42,6 +43,9 @@ def job_status_of(view: View) -> JobStatus | None:
         checkpoint_step=view.checkpoint.step if view.checkpoint else None,
         checkpoint_url=view.checkpoint.url if view.checkpoint else "",
         parity=generation.parity,
+        standstill_s=limits.standstill_s if limits is not None else 0.0,
+        paused=view.pause.reason if view.pause else "",
+        paused_at_s=view.pause.at_s if view.pause else 0.0,
     )
 
 

@@ -110,10 +110,14 @@ def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) ->
     reason = _truncate(f"{verdict.syndrome}: {'; '.join(verdict.evidence)}")
     nodes = _replaceable_nodes(view, action)
     ranks = set(action.ranks if nodes else (*action.ranks, *action.fallback_ranks))
-    if nodes and math.isinf(verdict.cost_s_per_step):
+    is_standstill = math.isinf(verdict.cost_s_per_step)
+    if nodes and is_standstill:
         ranks = set(verdict.subject.ranks)
     restarts = tuple(
-        Put(keys.restart(rank), RestartRequest(view.generation_number, rank, reason).encode())
+        Put(
+            keys.restart(rank),
+            RestartRequest(view.generation_number, rank, reason, is_standstill).encode(),
+        )
         for member in generation.members
         for rank in member.ranks
         if rank in ranks

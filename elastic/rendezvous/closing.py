@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from keepstep.elastic.rendezvous import standstill
 from keepstep.elastic.rendezvous.actions import Close, OrderAbort
 from keepstep.elastic.rendezvous.decision import Decision, LeaderState, wait
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
@@ -58,6 +59,9 @@ def reason_to_close(
             )
             return Closing(number, reason, True, wall_s)
     failures = [record.failure for record in records_in(present, generation) if record.failure]
+    evidence_until = standstill.evidence_until_s(generation, present, failures)
+    if evidence_until is not None and wall_s < evidence_until:
+        failures = []
     here = {record.node for record in present}
     lost = [member.node for member in generation.members if member.node not in here]
     if lost and not any(failure.kind.is_cause for failure in failures):
@@ -66,9 +70,14 @@ def reason_to_close(
         return Closing(number, f"lost {', '.join(lost)}", True, since_s)
     if failures:
         first = _told(failures)
+        named = (
+            standstill.cause_by_monitor(view.current_verdicts)
+            if first.kind is FailureKind.STANDSTILL
+            else ""
+        )
         return Closing(
             number,
-            first.summary,
+            f"{first.summary}; {named}" if named else first.summary,
             True,
             min(failure.at_s for failure in failures),
             is_unexplained=first.kind is FailureKind.PEER,
@@ -191,8 +200,18 @@ def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Clo
 
 
 def _told(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that is a generation's reason: the first cause, else the first of all."""
-    return min(failures, key=lambda failure: (not failure.kind.is_cause, failure.at_s))
+    """Return the failure that is a generation's reason: the first cause, else the first of all.
+
+    What a script raises while it stands still says more than that it does.
+    """
+    return min(
+        failures,
+        key=lambda failure: (
+            not failure.kind.is_cause,
+            failure.kind is FailureKind.STANDSTILL,
+            failure.at_s,
+        ),
+    )
 
 
 def _is_finishing(present: Iterable[NodeRecord]) -> bool:

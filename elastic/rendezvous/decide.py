@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.elastic.rendezvous import checkpoint_schedule
+from keepstep.elastic.rendezvous import checkpoint_schedule, standstill
 from keepstep.elastic.rendezvous.actions import Close, Finish, RecordRecovery
 from keepstep.elastic.rendezvous.closing import admit_spares, reason_to_close
 from keepstep.elastic.rendezvous.commits import COMMIT_INTERVAL_S, commit_of, is_due
@@ -123,6 +123,13 @@ def decide(
     if commit is not None and view.snapshot is not None:
         # Announced, and to be written by then even if training pauses.
         again_s.append(now_s + view.snapshot.at_s + COMMIT_INTERVAL_S - wall_s)
+    failures = [record.failure for record in records_in(present, generation) if record.failure]
+    evidence_until_s = standstill.evidence_until_s(generation, present, failures)
+    if evidence_until_s is not None:
+        again_s.append(now_s + max(0.0, evidence_until_s - wall_s))
+        names = ", ".join(record.node for record in present if record.failure is None)
+        awaited = f"the job stands still; waiting for the stacks of {names}"
+        decision = replace(decision, message=awaited)
     return replace(decision, again_at_s=min((s for s in again_s if s is not None), default=None))
 
 

@@ -8,7 +8,15 @@ from keepstep.elastic.rendezvous.actions import Evict, Finish
 from keepstep.elastic.rendezvous.failure_budget import FailureCount
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks, eligible, rank_limits
-from keepstep.elastic.rendezvous.records import Eviction, Generation, Limits, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import (
+    Eviction,
+    FailureKind,
+    Generation,
+    Limits,
+    NodeRecord,
+    Result,
+)
+from keepstep.elastic.rendezvous.standstill import cause_by_monitor
 from keepstep.elastic.rendezvous.view import View
 
 
@@ -23,8 +31,11 @@ def end_failures(
     cause, node = failures.cause, failures.node
     assert cause is not None, "what ends a row of failures is a failure"
     if failures.repeats:
-        again = f"twice: {cause.error}; another attempt would end the same way"
-        return Finish(Result(False, _noted(cause.message, again)))
+        again = f"twice: {cause.error or failures.error}; another attempt would end the same way"
+        named = (
+            cause_by_monitor(view.current_verdicts) if cause.kind is FailureKind.STANDSTILL else ""
+        )
+        return Finish(Result(False, _noted(cause.message, f"{again}; {named}" if named else again)))
     if node in view.evictions:
         return None
     plural = "s" if policy.max_restarts != 1 else ""

@@ -5,7 +5,7 @@ loss of a node breaks its peers' collectives; that is no failure of theirs, and 
 Nor does it count that a script begins anew: of many ranks each may do so in another generation.
 
 An exception of the user's script that the same line raises in the same step as before is not worth
-a third attempt.
+a third attempt. Nor is a job that stands still for a second time without progress in between.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     SnapshotCommit,
 )
+from keepstep.elastic.rendezvous.standstill import joint_failure
 from keepstep.elastic.rendezvous.view import View
 
 BEFORE_FIRST_STEP = "before the first step"
@@ -64,7 +65,13 @@ def count_failures(
     if cause is None:
         return FailureCount(old.failures, old.failing_node, None, reached, old.last_error)
     error = cause.error
-    if error.endswith(BEFORE_FIRST_STEP):
+    steps = (record.step for record in present if record.generation == old.generation)
+    step = max(steps, default=0)
+    is_elsewhere_next = any(member.node in view.evictions for member in old.members)
+    if cause.kind is FailureKind.STANDSTILL and step and not is_elsewhere_next:
+        # Which node reports it first may differ, and so may what its ranks could still seal.
+        error = f"the job stood still after step {step}"
+    elif error.endswith(BEFORE_FIRST_STEP):
         # It is the same as another time only if no progress lies between them.
         error = f"{error} after step {old.reached}"
     repeats = bool(error) and error == old.last_error
@@ -83,7 +90,13 @@ def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | No
     ]
     own = [found for found in failed if found[0].kind.is_cause]
     if own:
-        return min(own, key=lambda found: found[0].at_s)
+        first, node = min(
+            own, key=lambda found: (found[0].kind is FailureKind.STANDSTILL, found[0].at_s)
+        )
+        if first.kind is not FailureKind.STANDSTILL:
+            return first, node
+        # All nodes stand still, and who is the cause is not known.
+        return joint_failure([failure for failure, _ in own]), ""
     is_explained = any(failure.kind is FailureKind.RESTART for failure, _ in failed)
     if not failed or is_explained or len(present) < len(old.members):
         return None, ""

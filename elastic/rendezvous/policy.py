@@ -19,6 +19,7 @@ class RendezvousPolicy:
         max_restarts: generations in a row that may end in a worker failure without progress.
         parity: nodes of each erasure group that may be lost at once.
         group_size: about how many nodes an erasure group has.
+        standstill_s: how long ranks may make no step before they are restarted; 0: for ever.
     """
 
     min_nodes: int
@@ -29,6 +30,7 @@ class RendezvousPolicy:
     max_restarts: int = 3
     parity: int = 1
     group_size: int = 8
+    standstill_s: float = 1800.0
 
     @property
     def limits(self) -> Limits:
@@ -39,6 +41,7 @@ class RendezvousPolicy:
             parity=self.parity,
             group_size=self.group_size,
             waits_s=self.quorum_timeout_s,
+            standstill_s=self.standstill_s,
         )
 
     def scaled(self, scale: Scale | None) -> RendezvousPolicy:

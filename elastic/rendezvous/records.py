@@ -126,13 +126,15 @@ class FailureKind(enum.StrEnum):
     """A collective failed; its cause is on another node, or unknown."""
     RESTART = "restart"
     """A worker's script has to begin anew. Nothing failed, and what breaks by it did not either."""
+    STANDSTILL = "standstill"
+    """No rank of this node has gone on for as long as the job allows."""
     FATAL = "fatal"
     """The job was given something that cannot work, so that another attempt is pointless."""
 
     @property
     def is_cause(self) -> bool:
         """Whether something failed here, and is not the end of something elsewhere."""
-        return self in (FailureKind.WORKER, FailureKind.FATAL)
+        return self in (FailureKind.WORKER, FailureKind.STANDSTILL, FailureKind.FATAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,8 @@ class NodeRecord(Record):
 class Limits(Record):
     """The limits of the job by which its leader decides, for those who ask what it would decide.
 
-    `waits_s`: how long it waits for enough nodes.
+    `waits_s`: how long it waits for enough nodes. `standstill_s`: how long it may stand still; 0:
+    for ever.
     """
 
     min_nodes: int
@@ -299,6 +302,7 @@ class Limits(Record):
     parity: int
     group_size: int
     waits_s: float
+    standstill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,11 +630,15 @@ class PublishedVerdicts(Record):
 
 @dataclass(frozen=True, slots=True)
 class RestartRequest(Record):
-    """The worker that is this rank in this generation is to be killed, and so replaced."""
+    """The worker that is this rank in this generation is to be killed, and so replaced.
+
+    `is_standstill`: because the job stands still.
+    """
 
     generation: int
     rank: int
     reason: str
+    is_standstill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

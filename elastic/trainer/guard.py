@@ -61,5 +61,5 @@ class Guard:
         self._was_asked = False
         if error is not None:
             return self._job._recover_in_guard(error)
-        self._job._passes.place.complete_guard()
+        self._job._complete_guard()
         return False

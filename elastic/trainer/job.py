@@ -299,6 +299,11 @@ class Job:
         is_over = self._passes.place.come_to_guard(self._state.position.batch)
         return Guard(self, is_over=is_over)
 
+    def _complete_guard(self) -> None:
+        """Take note of the end of a guard; for `Guard`."""
+        self._passes.place.complete_guard()
+        self._session.progress(self.world.generation, self.steps)
+
     def stop(self) -> None:
         """End the pass over the data after the next step that begins, on all ranks alike.
 
@@ -539,6 +544,7 @@ class Job:
         Args:
             is_unconditional: the script has not asked whether it is completed already.
         """
+        self._session.progress(self.world.generation, self.steps)
         place = self._passes.place
         if place.is_in_loop and self._batch_generation not in (None, self.world.generation):
             # Ranks that are new go on with the next batch.

@@ -138,6 +138,8 @@ class RuntimeLink:
             return False
         if not is_current and policy.mode in _ENFORCING_MODES:
             policy = replace(policy, mode=Mode.ALERT)
+        elif self.job_status is not None:
+            policy = replace(policy, standstill_s=self.job_status.standstill_s)
         return await self._enforce(policy, verdicts, nodes, diagnosis_round)
 
     async def close(self) -> None:

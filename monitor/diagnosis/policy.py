@@ -1,6 +1,6 @@
 """Decides what to do about verdicts: hysteresis, patience that follows cost, and a budget.
 
-Three mechanisms protect a machine from being taken away for a wrong verdict:
+These mechanisms weigh the cost of a wrong verdict against that of waiting:
 
 - hysteresis: a verdict must hold for a while before anything is done, and must be gone for a while
   before it is forgotten. One that flickers neither causes an early action nor restarts the wait
@@ -9,6 +9,10 @@ Three mechanisms protect a machine from being taken away for a wrong verdict:
   slowdown is not known. Acting when the loss so far equals the action's cost never costs more than
   twice the optimum (Karlin et al., 1988; Greyhound escalates so). A hang loses a second every
   second, so it is acted upon as soon as its verdict is sustained;
+- a limit of standstills: whatever a verdict of a hang advises, and however sure it is, a job that
+  has stood still for that long is better off restarted: by one rank, for all others follow. The
+  agents of `keepstep run` do the same for scripts that tell them of their steps, with all stacks,
+  so they come first;
 - a budget: a maximum of replacements and restarts per window, and of the share of nodes replaced
   within it, whatever the verdicts. An action that the budget denies becomes an alert. The budget
   recovers with time only.
@@ -25,6 +29,8 @@ from enum import StrEnum
 
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
+_AFTER_AGENTS_S = 30.0
+"""Agents that end a standstill themselves take stacks first, for up to 15 s."""
 _REFUSED_S = 10.0
 """For how long an action may be refused before people are alerted."""
 
@@ -96,6 +102,7 @@ class EnforcementPolicy:
         fleet_share: maximum share of all nodes replaced within `window_s`; at least one is allowed
             if `replacements` is.
         window_s: the budget's window; an hour, in which a person can look.
+        standstill_s: how long the job may stand still, as the user has set it; 0.0: for ever.
     """
 
     mode: Mode = Mode.ALERT
@@ -109,6 +116,7 @@ class EnforcementPolicy:
     restarts: int = 10
     fleet_share: float = 0.05
     window_s: float = 3600.0
+    standstill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +271,7 @@ def _next_action(
     # What keeps a worker from being restarted without end is the time between, and the budget.
     is_new = wanted is ActionKind.RESTART_WORKER or case.acted is not wanted
     if wanted is not None and is_new and _is_due(policy, case, wanted):
-        target_nodes, target_ranks = _targets(wanted, verdict, nodes)
+        target_nodes, target_ranks = _targets(policy, state, wanted, verdict, nodes)
         refusal = _refusal_reason(policy, state, wanted, target_nodes, target_ranks, nodes)
         if not refusal:
             action = EnforcementAction(
@@ -304,6 +312,9 @@ def _wanted(
     kind of fault there again, or still, is on a bad node: this escalates to a replacement, or where
     none is allowed to another restart, but not before the last one has had the time to work.
     """
+    if _is_past_limit(policy, state, verdict):
+        since_s = max((restart.at_s for restart in state.restarted), default=-math.inf)
+        return ActionKind.RESTART_WORKER if state.now_s - since_s >= policy.replace_cost_s else None
     if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
         return None
     if verdict.advice is Advice.REPLACE_NODE and policy.mode is Mode.REPLACE:
@@ -327,6 +338,16 @@ def _wanted(
             return ActionKind.RESTART_WORKER if is_standstill else None
         return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     return None
+
+
+def _is_past_limit(policy: EnforcementPolicy, state: EnforcementState, verdict: Verdict) -> bool:
+    """Return whether the job stands still for longer than it may, and workers may be restarted."""
+    return (
+        policy.mode in (Mode.RESTART, Mode.REPLACE)
+        and policy.standstill_s > 0.0
+        and math.isinf(verdict.cost_s_per_step)
+        and state.now_s - verdict.since_s >= policy.standstill_s + _AFTER_AGENTS_S
+    )
 
 
 def _was_restarted_instead(
@@ -367,11 +388,17 @@ def _subject_nodes(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...
 
 
 def _targets(
-    wanted: ActionKind, verdict: Verdict, nodes: Mapping[int, str]
+    policy: EnforcementPolicy,
+    state: EnforcementState,
+    wanted: ActionKind,
+    verdict: Verdict,
+    nodes: Mapping[int, str],
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the nodes to replace, and the ranks to restart."""
     if wanted is ActionKind.REPLACE_NODE:
         return _subject_nodes(verdict.subject, nodes), ()
+    if _is_past_limit(policy, state, verdict):
+        return (), (verdict.subject.ranks or tuple(sorted(nodes)))[:1]
     return (), verdict.subject.ranks
 
 

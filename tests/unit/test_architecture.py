@@ -146,8 +146,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "elastic.agent": (
             "checkpoint.errors checkpoint.memory checkpoint.server elastic.errors"
-            " elastic.rendezvous elastic.store elastic.worker monitor.progress processes"
-            " transport"
+            " elastic.rendezvous elastic.store elastic.worker monitor.node monitor.progress"
+            " processes transport"
         ),
         "elastic.data": "checkpoint.layout elastic.errors",
         "elastic.trainer": (

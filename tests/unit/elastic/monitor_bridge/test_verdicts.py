@@ -171,7 +171,7 @@ def test_restart_is_requested_from_the_node_of_the_rank() -> None:
     view = with_keys(view, *operations)
     assert view.restarts_on("a") == ()
     assert view.restarts_on("b") == (
-        RestartRequest(3, 2, "non-communication hang: rank 2 never arrived"),
+        RestartRequest(3, 2, "non-communication hang: rank 2 never arrived", is_standstill=True),
     )
     after_deletion = apply(KEYS, view, [Change(KEYS.restart(2), None, 10)])
     assert after_deletion.restarts_on("b") == ()

@@ -32,6 +32,8 @@ the present members of the current generation. A rank stands for the node that h
     rank 3 fails: MESSAGE                its process ended; `fails fatally`: trying again is useless
     rank 3 raises ERROR: MESSAGE         its script failed; the same ERROR shows that it comes again
     rank 3 loses a peer: MESSAGE         a collective broke
+    a stands still: MESSAGE                 its ranks have made no step for too long
+    the monitor names rank 3: SYNDROME      as the cause of a standstill
     rank 3 has computed wrongly: FINDING    as a comparison of replicas has shown to rank 0
     a is evicted: REASON                 by a person or the monitor
     restart of rank 3 is requested: REASON
@@ -70,6 +72,7 @@ from keepstep.elastic.rendezvous.records import (
     Closing,
     Eviction,
     Failure,
+    FailureKind,
     Generation,
     History,
     Leadership,
@@ -79,6 +82,8 @@ from keepstep.elastic.rendezvous.records import (
     Pause,
     PersistedPart,
     PersistRequest,
+    PublishedVerdict,
+    PublishedVerdicts,
     Record,
     Release,
     ReplicaComparison,
@@ -157,6 +162,8 @@ class Case:
             # What the nodes reported to the leader alone, a person's command does not see.
             forecast = forecast_loss(self.view, _names(found[1]), self.wall_s)
             return describe_forecast(forecast).splitlines()
+        elif found := re.fullmatch(r"the monitor names rank (\d+): (.+)", line):
+            self._put(KEYS.single("verdicts"), self._verdicts(int(found[1]), found[2]))
         elif found := re.fullmatch(r"may (\w+) leave\?", line):
             return ["yes" if may_leave(self._leaders_view(), found[1]) else "no"]
         elif found := re.fullmatch(r"lease of (\w+) ends", line):
@@ -329,6 +336,9 @@ class Case:
             self._write(record, finishing=True)
         elif what in ("is done", "are done"):
             self._write(record, phase=NodePhase.DONE, **self._holdings(node))
+        elif found := re.fullmatch(r"stands? still: (.+)", what):
+            failure = Failure(FailureKind.STANDSTILL, f"{node} {found[1]}", self.wall_s)
+            self._write(record, failure=failure)
         elif what in ("asks to leave", "ask to leave"):
             self._write(record, leaving=True)
         elif what in ("rejoins", "rejoin"):
@@ -347,6 +357,12 @@ class Case:
             self._put(KEYS.eviction(node), Eviction(found[1], may_return=False))
         else:
             raise ValueError(f"{line!r} is no line of a case")
+
+    def _verdicts(self, rank: int, syndrome: str) -> PublishedVerdicts:
+        verdict = PublishedVerdict(
+            f"rank {rank}", (rank,), "", syndrome, self.wall_s, ("evidence",), 0.9, None, "alert"
+        )
+        return PublishedVerdicts(self.view.generation_number, self.wall_s, (verdict,))
 
     def _find_wrong_replica(self, rank: int, finding: str) -> None:
         generation = self.view.generation

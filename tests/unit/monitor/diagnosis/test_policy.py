@@ -405,6 +405,54 @@ def test_rank_whose_node_is_unknown_is_not_replaced() -> None:
     assert (action.kind, action.nodes) == (ActionKind.ALERT, ())
 
 
+STANDSTILL_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("subject", "ranks"),
+    [
+        (Subject("rank", (3,), "n1"), (3,)),
+        (Subject("group", (2, 5, 7)), (2,)),
+        (Subject("link", (4, 1)), (4,)),
+        (Subject("job", ()), (0,)),
+    ],
+)
+@pytest.mark.parametrize("advice", [Advice.OBSERVE, Advice.ALERT])
+def test_standstill_past_the_limit_is_ended_by_the_restart_of_one_rank_whatever_is_advised(
+    subject: Subject, ranks: tuple[int, ...], advice: Advice
+) -> None:
+    """Ranks in different collectives, and one whose loader hangs, were named and left alone."""
+    policy = EnforcementPolicy(Mode.RESTART, standstill_s=STANDSTILL_S)
+    stall = replace(
+        verdict(syndrome=Syndrome.MISMATCH, cost_s=math.inf, advice=advice, confidence=0.3),
+        subject=subject,
+    )
+    state, restarts = EnforcementState(), list[tuple[float, tuple[int, ...]]]()
+    for second in range(200):
+        state, actions = decide(policy, state, [stall], NODES, 1.0, float(second))
+        restarts += [(float(second), action.ranks) for action in actions if action.ranks]
+    # The agents, which take all stacks first, come before.
+    first_s = STANDSTILL_S + 30.0
+    assert restarts == [(first_s, ranks), (first_s + policy.replace_cost_s, ranks)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit_s", "cost_s"),
+    [
+        (Mode.ALERT, STANDSTILL_S, math.inf),
+        (Mode.RESTART, 0.0, math.inf),
+        (Mode.RESTART, STANDSTILL_S, 5.0),
+    ],
+)
+def test_limit_of_standstills_restarts_nothing_where_it_does_not_hold(
+    mode: Mode, limit_s: float, cost_s: float
+) -> None:
+    policy = EnforcementPolicy(mode, standstill_s=limit_s)
+    stall = verdict(syndrome=Syndrome.DATA_STALL, cost_s=cost_s, advice=Advice.ALERT)
+    done = kinds(policy, [(float(now), [stall]) for now in range(300)])
+    assert {kind for _, kind in done} == {ActionKind.ALERT}
+
+
 VERDICTS = st.builds(
     Verdict,
     subject=st.one_of(
@@ -426,9 +474,14 @@ VERDICTS = st.builds(
     replacements=st.integers(0, 5),
     restarts=st.integers(0, 5),
     share=st.floats(0, 0.2),
+    standstill_s=st.sampled_from([0.0, 60.0]),
 )
 def test_actions_never_exceed_the_budget(
-    readings: list[tuple[float, list[Verdict]]], replacements: int, restarts: int, share: float
+    readings: list[tuple[float, list[Verdict]]],
+    replacements: int,
+    restarts: int,
+    share: float,
+    standstill_s: float,
 ) -> None:
     policy = EnforcementPolicy(
         mode=Mode.REPLACE,
@@ -436,6 +489,7 @@ def test_actions_never_exceed_the_budget(
         replacements=replacements,
         restarts=restarts,
         fleet_share=share,
+        standstill_s=standstill_s,
     )
     state, now_s = EnforcementState(), 0.0
     replaced: list[tuple[float, str]] = []
