@@ -1,7 +1,7 @@
 """Starts helper processes, ties their lives to their parent's, and sets what they may open.
 
 `python -P -m keepstep.processes PARENT_PID PROGRAM [ARGUMENTS...]` becomes another program whose
-life ends with its parent's.
+life ends with its parent's, and which leaves signals that announce a node's end to it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from keepstep.notices import forbid_notice_handlers
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,4 +92,5 @@ def _prctl(name: str, option: int, value: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    forbid_notice_handlers()
     os.execv(sys.argv[2], sys.argv[2:])

@@ -33,6 +33,11 @@ class PatientCluster(LocalCluster):
             error.add_note(self._stacks())
             raise
 
+    def terminate_all(self, node: str) -> None:
+        """Send SIGTERM to every process of a node at once, as service managers do."""
+        for process in process_tree(self.agents[node].pid):
+            process.send_signal(signal.SIGTERM)
+
     def _stacks(self) -> str:
         """Return what each process waits in; agents print their tasks to their output."""
         processes = [it for agent in self.agents.values() for it in process_tree(agent.pid)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
 
@@ -46,6 +45,7 @@ from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.stored.writer import ContentSum, publish, write_part
+from keepstep.notices import leave_notices
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
 
@@ -164,6 +164,8 @@ def _attempt_of(task: WritePart) -> Attempt:
 
 def main() -> None:
     """Run a writer as a rank's child."""
+    # They are the rank's: a save that is under way is finished when the rank exits.
+    leave_notices()
     parser = argparse.ArgumentParser(
         description="Write a rank's checkpoints (started by checkpoint.save(..., block=False))."
     )
@@ -171,8 +173,6 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
     die_with_parent(options.parent)
-    # Ctrl-C is the rank's: a save that is under way is finished when the rank exits.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="keepstep checkpoint writer: %(message)s")
     yield_to_training()
     control = socket.socket(fileno=options.control)

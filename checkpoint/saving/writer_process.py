@@ -28,6 +28,7 @@ from keepstep.checkpoint.saving.messages import (
     WriterRequest,
     Written,
 )
+from keepstep.notices import notices_blocked
 from keepstep.processes import module_command
 from keepstep.transport import Connection, TransportError
 
@@ -68,7 +69,7 @@ class WriterProcess:
             OSError: the system starts no process.
         """
         own_end, writer_end = socket.socketpair()
-        with writer_end:
+        with writer_end, notices_blocked():
             try:
                 process = subprocess.Popen(
                     module_command(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
 from keepstep.checkpoint.server.restore_check import RestoreCheck
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.notices import leave_notices
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection, Identity, Listener, listen, tcp_address_of
 
@@ -143,6 +143,7 @@ class SnapshotServer:
 
 def main() -> None:
     """Run a server as the agent's child."""
+    leave_notices()
     parser = argparse.ArgumentParser(
         description="Own the memory of this node's snapshots (started by the agent)."
     )
@@ -156,8 +157,6 @@ def main() -> None:
     parser.add_argument("--storage-limit", type=int, default=0)
     options = parser.parse_args()
     die_with_parent(options.parent)
-    # The agent handles Ctrl-C and SIGTERM for its process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="keepstep snapshot server: %(message)s")
     secret = bytes.fromhex(sys.stdin.readline().strip())
     config = ServerConfig(

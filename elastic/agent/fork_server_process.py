@@ -29,6 +29,7 @@ from keepstep.elastic.worker.fork_messages import (
     Unable,
 )
 from keepstep.elastic.worker.messages import Command
+from keepstep.notices import notices_blocked
 from keepstep.processes import adopting_orphans, module_command
 from keepstep.transport import StreamConnection, TransportError
 
@@ -73,7 +74,7 @@ class ForkServerProcess:
             OSError: it cannot be started.
         """
         own_end, server_end = socket.socketpair()
-        with server_end:
+        with server_end, notices_blocked():
             try:
                 process = subprocess.Popen(
                     module_command("keepstep.elastic.worker.fork_server", str(server_end.fileno())),

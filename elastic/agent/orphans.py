@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from keepstep.notices import leave_notices, notices_blocked
 from keepstep.processes import module_command
 
 VARIABLE = "KEEPSTEP_AGENT_RUN"
@@ -37,11 +38,13 @@ _LOOKS_WITHOUT_ANY = 3
 def orphans_ended() -> Iterator[Mapping[str, str]]:
     """End all processes that have this environment if the current process is killed meanwhile."""
     mark = uuid.uuid4().hex
-    with subprocess.Popen(
-        module_command("keepstep.elastic.agent.orphans", mark),
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
+    with notices_blocked():
+        process = subprocess.Popen(
+            module_command("keepstep.elastic.agent.orphans", mark),
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+    with process:
         assert process.stdin is not None
         try:
             yield {VARIABLE: mark}
@@ -85,8 +88,7 @@ def end_all(mark: str, limit_s: float = _LIMIT_S) -> None:
 
 def main() -> None:
     """Wait for the agent's end, and end what is left if it was killed."""
-    # Who ends the agent by a signal to its group or session must not end this.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_notices()
     if sys.stdin.buffer.read(1) != _ENDS_IN_GOOD_ORDER:
         end_all(sys.argv[1])
 

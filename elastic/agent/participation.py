@@ -356,10 +356,21 @@ class Participation:
         eviction = view.evictions.get(self._config.node)
         if eviction is not None:
             self._departure.begin(f"evicted: {eviction.reason}")
-        if self._departure.since_s is None:
+        if self._departure_deadline_s is None:
             return False
+        # A script that has not joined may handle SIGTERM by storing its state.
+        left_s = self._departure_deadline_s - time.monotonic()
+        group = self._node.worker_group
+        group.term_grace_s = max(group.term_grace_s, left_s)
         self._node.membership.update(leaving=True)
-        return self._is_overdue or may_leave(view, self._config.node)
+        if may_leave(view, self._config.node):
+            return True
+        if self._is_overdue:
+            log.error(
+                "the %.0f s of --grace are over: what this node has not handed over is lost",
+                self._config.grace_s,
+            )
+        return self._is_overdue
 
 
 def _cause_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

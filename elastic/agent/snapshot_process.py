@@ -55,6 +55,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
     group_of,
 )
+from keepstep.notices import notices_blocked
 from keepstep.processes import module_command
 from keepstep.transport import StreamConnection, TransportError
 
@@ -155,7 +156,7 @@ class SnapshotProcess:
         """
         own_end, server_end = socket.socketpair()
         (directory / "snapshots.sock").unlink(missing_ok=True)
-        with server_end:
+        with server_end, notices_blocked():
             process = subprocess.Popen(  # noqa: ASYNC220 - takes milliseconds, once
                 module_command(
                     "keepstep.checkpoint.server.server", "--directory", str(directory),

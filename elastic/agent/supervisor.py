@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,9 +28,11 @@ from keepstep.elastic.worker.messages import (
     Assign,
     Assignment,
     Command,
+    Stop,
     WorkerMessage,
 )
 from keepstep.monitor.progress import ProgressBoard
+from keepstep.notices import notices_blocked
 from keepstep.processes import module_command
 from keepstep.transport import PeerUnavailable, StreamConnection, TransportError
 
@@ -265,12 +268,16 @@ class Worker:
             JobFailed: SIGKILL does not end it.
         """
         self.is_stopping = True
-        if self.is_alive and grace_s > 0:
-            self.signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._exited.wait(), grace_s)
-            except TimeoutError:
-                pass  # SIGKILL follows.
+        # One whose script has not begun has nothing to end.
+        if self.is_alive and grace_s > 0 and self.assignment is not None:
+            # SIGKILL follows if that does not end it.
+            with suppress(TimeoutError, PeerUnavailable):
+                async with asyncio.timeout(grace_s):
+                    if self.has_joined:
+                        # By itself SIGTERM may have come from elsewhere, for all processes.
+                        await self._connection.send(Stop())
+                    self.signal(signal.SIGTERM)
+                    await self._exited.wait()
         self._kill_all()
         try:
             async with asyncio.timeout(0.0 if self._is_unkillable else _KILL_S):
@@ -364,19 +371,20 @@ def _spawn(
     board: ProgressBoard,
 ) -> int:
     """Start a worker's process as a program, and return its id; the caller waits for it."""
-    process = subprocess.Popen(
-        module_command("keepstep.elastic.worker.bootstrap"),
-        env={
-            **environment,
-            "KEEPSTEP_CHANNEL": str(worker_end.fileno()),
-            "KEEPSTEP_PROGRESS": str(board.descriptor),
-            "KEEPSTEP_COMMAND": command.encode(),
-            "KEEPSTEP_AGENT_PID": str(os.getpid()),
-        },
-        pass_fds=(worker_end.fileno(), board.descriptor),
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-    )
+    with notices_blocked():
+        process = subprocess.Popen(
+            module_command("keepstep.elastic.worker.bootstrap"),
+            env={
+                **environment,
+                "KEEPSTEP_CHANNEL": str(worker_end.fileno()),
+                "KEEPSTEP_PROGRESS": str(board.descriptor),
+                "KEEPSTEP_COMMAND": command.encode(),
+                "KEEPSTEP_AGENT_PID": str(os.getpid()),
+            },
+            pass_fds=(worker_end.fileno(), board.descriptor),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )
     # `subprocess` waits for processes whose objects are gone, and would take their status.
     process.returncode = 0
     return process.pid

@@ -87,6 +87,7 @@ class WorkerGroup:
         checkpoint_compression: how they are compressed; None: not at all.
         snapshot_every: steps between snapshots that the workers have chosen; 0: the user chose.
         snapshot_cost_s: what such a snapshot costs.
+        term_grace_s: seconds that a script which has not joined has from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class WorkerGroup:
         self.awaits_abort_order = False
         self.snapshot_every = 0
         self.snapshot_cost_s = 0.0
+        self.term_grace_s = _TERM_GRACE_S
 
     @property
     def warm(self) -> bool:
@@ -402,7 +404,7 @@ class WorkerGroup:
             if worker.has_joined:
                 await worker.send(CloseGeneration(generation=self.generation, aborts=abort))
             elif worker.is_alive and not worker.is_stopping and not worker.is_ending:
-                self._end_soon(worker, _TERM_GRACE_S)
+                self._end_soon(worker, self.term_grace_s)
 
     def _entering(self) -> list[Worker]:
         """Return the workers whose scripts have joined, and that are not in the groups yet."""

@@ -250,7 +250,14 @@ async def _launch(
             directory=directory,
             fork_server=fork_server,
         )
-        succeeded = await run_node(start, stop)
+        try:
+            succeeded = await run_node(start, stop)
+        except asyncio.CancelledError:
+            if stop.number is None:
+                raise
+            name = signal.Signals(stop.number).name
+            log.warning("ended by %s before this node took part in a job", name)
+            succeeded = False
         return 0 if succeeded else _EXIT_INTERRUPTED + (stop.number or signal.SIGTERM)
 
 

@@ -247,7 +247,10 @@ _SECRET_FILE = click.option(
     "0: no limit.",
 )
 @click.option(
-    "--grace", default=30.0, show_default=True, help="Seconds to hand over state after SIGTERM."
+    "--grace",
+    default=30.0,
+    show_default=True,
+    help="Seconds to hand over state after SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1.",
 )
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any
+
+from keepstep.notices import NOTICES
 
 if TYPE_CHECKING:
     from keepstep.elastic.agent.agent import Agent
+
+_INSISTS = (signal.SIGTERM, signal.SIGINT)
+_SAME_NOTICE_S = 1.0
+"""Launchers pass on what the terminal has sent as well: within this time it is the same notice."""
 
 
 def _print_tasks() -> None:
@@ -23,13 +30,24 @@ def _print_tasks() -> None:
 
 
 class Signals:
-    """Handles SIGTERM and SIGINT: the first lets the agent leave, the second cancels it."""
+    """Handles notices of the end: the first lets the agent leave, or ends what has no agent yet.
+
+    SIGTERM or SIGINT again, not sooner than a second later, ends it at once. Another signal than
+    the first never does: schedulers send several kinds, one after the other.
+
+    Attributes:
+        number: the first that came; None: none has.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._last_s: dict[int, float] = {}
         self._agent: Agent | None = None
         self._task: asyncio.Future[Any] | None = asyncio.current_task()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # Under nohup(1) a job outlives its terminal.
+        is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._handled = [n for n in NOTICES if not (is_kept and n == signal.SIGHUP)]
+        for number in self._handled:
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
         # For debugging an agent that waits.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
@@ -40,12 +58,20 @@ class Signals:
 
     def close(self) -> None:
         """Leave the signals to Python again."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._handled:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _receive(self, number: int) -> None:
-        if self.number is None and self._agent is not None:
-            self._agent.ask_to_leave()
-        elif self._task is not None:
+        now_s = time.monotonic()
+        last_s = self._last_s.get(number)
+        self._last_s[number] = now_s
+        if self.number is None:
+            self.number = number
+            if self._agent is not None:
+                self._agent.ask_to_leave()
+            elif self._task is not None:
+                self._task.cancel()
+            return
+        is_again = last_s is not None and now_s > last_s + _SAME_NOTICE_S
+        if is_again and number in _INSISTS and self._task is not None:
             self._task.cancel()
-        self.number = number

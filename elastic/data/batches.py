@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from keepstep.elastic.data.collation import Collate, ShareCollate, check_loader_options
 from keepstep.elastic.data.datasets import Dataset
+from keepstep.elastic.data.loader_workers import with_prepared_workers
 from keepstep.elastic.data.micro_batches import Division
 from keepstep.elastic.data.order import DataOrder, share
 from keepstep.elastic.data.sample_randomness import kept_generators, seeded
@@ -77,7 +78,7 @@ class Batches(Generic[T]):
             num_workers=self._workers,
             # By default the loader draws from the global generator, whose state is training state.
             generator=torch.Generator().manual_seed(self._order.key),
-            **self._loader_options,
+            **with_prepared_workers(self._loader_options),
         )
         return iter(loader) if self._workers else _without_drawing(iter(loader))
 

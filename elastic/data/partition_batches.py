@@ -20,6 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data.collation import Collate, ShareCollate, check_loader_options
 from keepstep.elastic.data.datasets import PartitionReader, Source
+from keepstep.elastic.data.loader_workers import with_prepared_workers
 from keepstep.elastic.data.micro_batches import Division
 from keepstep.elastic.data.order import loss_scale, mix, share
 from keepstep.elastic.data.partitions import Partition, Partitioning
@@ -208,7 +209,7 @@ class PartitionBatches(Generic[T]):
                 num_workers=workers,
                 # By default the loader draws from the global generator, which is training state.
                 generator=torch.Generator().manual_seed(self._key),
-                **self._loader_options,
+                **with_prepared_workers(self._loader_options),
             )
             pieces = iter(loader)
         for batch in range(shares.first, shares.batches.stop):

@@ -28,11 +28,11 @@ from keepstep.elastic.errors import StoreUnavailable, UsageError
 from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.certificates import SERVER_NAME, Certificates, issue
 from keepstep.elastic.store.ports import ReservedPort
+from keepstep.notices import notices_blocked
 from keepstep.private_files import write_file
 from keepstep.processes import module_command
 
 _START_S = 20.0
-_STOP_S = 5.0
 _POLL_S = 0.01
 _AUTHORITY, _CERTIFICATE, _KEY = "authority.pem", "member.pem", "member.key"
 
@@ -94,7 +94,7 @@ class EmbeddedEtcd:
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-", dir=self._parent))
         _write(self._certificates, self._directory)
         log = self._directory / "log"
-        with log.open("wb") as output:
+        with log.open("wb") as output, notices_blocked():
             self._process = subprocess.Popen(
                 _command(ip, self._port, peer_port, self._directory),
                 stdin=subprocess.DEVNULL,
@@ -115,12 +115,9 @@ class EmbeddedEtcd:
     def stop(self) -> None:
         """Stop the process and remove its files. May be called twice."""
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            # It handles no signal, and nothing of it is needed any more.
+            self._process.kill()
+            self._process.wait()
             self._process = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -200,7 +197,8 @@ def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[st
     authority, certificate, key = (
         str(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)
     )
-    # `keepstep.processes` has the kernel kill etcd when this process dies, then executes etcd.
+    # `keepstep.processes` has the kernel kill etcd when this process dies, and keep from it the
+    # signals that this process handles, then executes etcd.
     return module_command(
         "keepstep.processes", str(os.getpid()), binary(),
         "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",

@@ -20,6 +20,7 @@ from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker.device_environment import set_device_variables
 from keepstep.elastic.worker.messages import Joined
+from keepstep.elastic.worker.script_signals import leave_notices_to_agent
 from keepstep.elastic.worker.session import current
 
 _NO_CALLBACKS = Callbacks()
@@ -115,6 +116,7 @@ def join(
     if kind == "cuda":
         set_device_variables(os.environ)
     groups = ProcessGroups(kind, backend)
+    leave_notices_to_agent()
     session.report(
         Joined(
             checkpoint_url=checkpoint,

@@ -38,6 +38,7 @@ from keepstep.elastic.worker.script_failure import (
     without_launcher,
 )
 from keepstep.elastic.worker.session import Session, open_session
+from keepstep.notices import leave_notices, restore_notices
 from keepstep.processes import die_with_parent
 
 # By name: what a script will import is loaded early, and nothing here uses it.
@@ -53,6 +54,7 @@ _WARM_MODULES = (
 
 def main() -> None:
     """Run one worker, from warm-up to exit."""
+    leave_notices()
     die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
     command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND"))
     is_recorded = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))
@@ -67,6 +69,7 @@ def main() -> None:
     os.environ.update(assignment.environment())
     if log_directory:
         redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
+    restore_notices()
     if command.kind is CommandKind.PROGRAM:
         if is_recorded:
             os.environ.update(telemetry.environment(assignment))

@@ -44,6 +44,7 @@ from keepstep.elastic.worker.fork_messages import (
 )
 from keepstep.elastic.worker.messages import Command
 from keepstep.elastic.worker.seeds import Seeds, generator_states
+from keepstep.notices import leave_notices
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
 
@@ -241,6 +242,7 @@ def _ending_this_process() -> Iterator[None]:
 
 def main() -> None:
     """Import what workers use, then fork workers until the agent is gone."""
+    leave_notices()
     # Workers take it from the environment too.
     die_with_parent(int(os.environ["KEEPSTEP_AGENT_PID"]))
     control = int(sys.argv[1])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from keepstep.elastic.worker.messages import Assignment
+from keepstep.notices import notices_blocked
 
 _NAME = re.compile(r"generation-\d+-rank-\d+-std(out|err)\.log")
 
@@ -27,9 +28,13 @@ def redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
             # It ends by itself when the last writer has closed the pipe. Until then it has a
             # session of its own: what is left in the worker's is killed when the worker has ended,
             # and so would be its last output.
-            copier = subprocess.Popen(
-                ["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream, start_new_session=True
-            )
+            with notices_blocked():
+                copier = subprocess.Popen(
+                    ["tee", "-a", path],
+                    stdin=subprocess.PIPE,
+                    stdout=stream,
+                    start_new_session=True,
+                )
             assert copier.stdin is not None
             os.dup2(copier.stdin.fileno(), stream.fileno())
             copier.stdin.close()

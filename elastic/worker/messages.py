@@ -305,7 +305,14 @@ WorkerMessage: TypeAlias = (
 )
 """What a worker sends."""
 
-AgentMessage: TypeAlias = Assign | CloseGeneration | AbortOrdered | SnapshotCommitted | Stored
+
+class Stop(Message, frozen=True):
+    """The agent ends this process; SIGTERM follows, for a script that handles it itself."""
+
+
+AgentMessage: TypeAlias = (
+    Assign | CloseGeneration | AbortOrdered | SnapshotCommitted | Stored | Stop
+)
 """What an agent sends."""
 
 PROTOCOL = Protocol(
@@ -325,7 +332,9 @@ PROTOCOL = Protocol(
         Broken,
         SnapshotIntervalChosen,
     ),
-    replies=Codec[AgentMessage](Assign, CloseGeneration, AbortOrdered, SnapshotCommitted, Stored),
+    replies=Codec[AgentMessage](
+        Assign, CloseGeneration, AbortOrdered, SnapshotCommitted, Stored, Stop
+    ),
 )
 """Spoken over the socket pair; the worker is the client."""
 

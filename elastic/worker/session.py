@@ -33,10 +33,12 @@ from keepstep.elastic.worker.messages import (
     Failed,
     RestartRequested,
     SnapshotCommitted,
+    Stop,
     Stored,
     WorkerMessage,
     sendable,
 )
+from keepstep.elastic.worker.script_signals import end_unless_handled
 from keepstep.monitor.progress import ProgressBoard
 from keepstep.transport import Connection, PeerUnavailable
 
@@ -263,6 +265,8 @@ class Session:
                     self._committed_step = max(self._committed_step, step)
                 case Stored():
                     self._stored = message
+                case Stop():
+                    end_unless_handled()
             self._changed.notify_all()
         # Outside the lock, for an abort may take long.
         abort = self._abort

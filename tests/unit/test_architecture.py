@@ -29,7 +29,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
     for room, allowed in {
         # What all others stand on.
         "private_files": "",
-        "processes": "",
+        "notices": "",
+        "processes": "notices",
         "transport": "",
         # checkpoint
         "checkpoint.errors": "",
@@ -48,7 +49,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.server": (
             "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"
-            " checkpoint.stored processes transport"
+            " checkpoint.stored notices processes transport"
         ),
         "checkpoint.collective": "checkpoint.layout checkpoint.live checkpoint.stored",
         "checkpoint.agreement": (
@@ -78,7 +79,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
             " checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
             " checkpoint.piece_exchange checkpoint.server checkpoint.state_mapping"
-            " checkpoint.stored processes transport"
+            " checkpoint.stored notices processes transport"
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
@@ -139,17 +140,17 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # elastic
         "elastic.errors": "",
         "elastic.rendezvous": ("checkpoint.memory checkpoint.parity elastic.errors elastic.store"),
-        "elastic.store": "elastic.errors private_files processes",
+        "elastic.store": "elastic.errors notices private_files processes",
         "elastic.worker": (
             "checkpoint.errors elastic.errors elastic.rendezvous monitor monitor.errors"
-            " monitor.progress monitor.telemetry processes transport"
+            " monitor.progress monitor.telemetry notices processes transport"
         ),
         "elastic.agent": (
             "checkpoint.errors checkpoint.memory checkpoint.server elastic.errors"
             " elastic.rendezvous elastic.store elastic.worker monitor.node monitor.progress"
-            " processes transport"
+            " notices processes transport"
         ),
-        "elastic.data": "checkpoint.layout elastic.errors",
+        "elastic.data": "checkpoint.layout elastic.errors notices",
         "elastic.trainer": (
             "checkpoint.agreement checkpoint.api checkpoint.collective checkpoint.errors"
             " checkpoint.layout checkpoint.live checkpoint.memory checkpoint.shared_metadata"
@@ -163,7 +164,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.cli": (
             "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
-            " monitor.contracts monitor.errors private_files processes"
+            " monitor.contracts monitor.errors notices private_files processes"
         ),
         "elastic": "",
         # The front of it all.

@@ -350,13 +350,14 @@ def test_preempted_node_hands_over_its_shards_and_no_step_is_lost(
 def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_there(
     tmp_path: Path,
 ) -> None:
+    """Each process of theirs is sent the signal: all but the agents leave it to these."""
     checkpoint = str(tmp_path / "checkpoint")
     with cluster(tmp_path, workers=1, endless=True, checkpoint=checkpoint) as running:
         for node in ("a", "b"):
             running.start(node)
         running.wait_until(lambda view: step_of(view) >= 4, 60)
         for node in ("a", "b"):
-            running.terminate(node)
+            running.terminate_all(node)
         for node in ("a", "b"):
             assert running.wait(node, 60) == 128 + signal.SIGTERM, running.output()
     computed = max(step for step, lines in last_run_of_each_step(tmp_path).items() if lines)

@@ -1,0 +1,31 @@
+"""Prepares the worker processes of torch's DataLoader, which read a job's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keepstep.notices import obey_parent_alone
+
+_INIT = "worker_init_fn"
+
+
+class _Start:
+    """Runs first in each process; the process may receive it pickled."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        # The step under way would fail with its loader, while its node hands over.
+        obey_parent_alone()
+        if self._init is not None:
+            self._init(worker)
+
+
+def with_prepared_workers(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arguments of torch's DataLoader by which only their rank ends its workers.
+
+    Signals that announce a node's end are left to the agent.
+    """
+    return {**options, _INIT: _Start(options.get(_INIT))}
