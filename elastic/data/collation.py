@@ -39,6 +39,12 @@ class ShareCollate(Generic[T]):
 
     def __call__(self, samples: list[T]) -> Any:
         """Return the batch, or the list of micro-batches."""
+        try:
+            return self._collated(samples)
+        except StopIteration as stop:
+            raise ended_early("collate") from stop
+
+    def _collated(self, samples: list[T]) -> Any:
         if self._divisions is None:
             return self._collate(samples)
         return [
@@ -49,6 +55,17 @@ class ShareCollate(Generic[T]):
             )
             for number, division in enumerate(self._divisions, 1)
         ]
+
+
+def ended_early(what: str) -> RuntimeError:
+    """Return the error for a function of the user's that raised StopIteration.
+
+    To a loader that exception says that the data are at their end.
+    """
+    return RuntimeError(
+        f"{what} raised StopIteration, as next() does where an iterator has no more. It would have "
+        "ended the loop over the data: catch it there, or give next() a default"
+    )
 
 
 def check_loader_options(options: Mapping[str, Any]) -> None:

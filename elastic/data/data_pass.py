@@ -105,11 +105,12 @@ class DataPass(Generic[T]):
             if self._micro_batch is None
             else divide(self._global_batch, self._micro_batch, rank, world_size)
         )
-        if isinstance(self._batches, PartitionBatches):
-            return self._batches.from_position(
-                first, end, rank, world_size, divisions, position.stream
-            )
-        return self._batches.from_position(first, end, rank, world_size, divisions)
+        shares = (
+            self._batches.from_position(first, end, rank, world_size, divisions, position.stream)
+            if isinstance(self._batches, PartitionBatches)
+            else self._batches.from_position(first, end, rank, world_size, divisions)
+        )
+        return _all_of(shares, end - first)
 
     def loss_scale(self, rank: int, world_size: int) -> float:
         """Return the weight of a rank's mean loss that keeps the average over ranks exact."""
@@ -152,3 +153,21 @@ class DataPass(Generic[T]):
                 return reached
         # It was not read since it was restored.
         return position.stream
+
+
+def _all_of(shares: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield so many shares.
+
+    Raises:
+        RuntimeError: the loader ends before; else the position would never come to the pass's end.
+    """
+    for number in range(count):
+        try:
+            share = next(shares)
+        except StopIteration as stop:
+            raise RuntimeError(
+                f"the data loader ended {count - number} global batches before the end of the "
+                "pass: something that it calls, such as worker_init_fn, has raised StopIteration, "
+                "or it was changed"
+            ) from stop
+        yield share

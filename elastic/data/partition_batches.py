@@ -18,7 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.elastic.data.collation import Collate, ShareCollate, check_loader_options
+from keepstep.elastic.data.collation import (
+    Collate,
+    ShareCollate,
+    check_loader_options,
+    ended_early,
+)
 from keepstep.elastic.data.datasets import PartitionReader, Source
 from keepstep.elastic.data.loader_workers import with_prepared_workers
 from keepstep.elastic.data.micro_batches import Division
@@ -277,7 +282,7 @@ class RankShares(IterableDataset[Piece], Generic[T]):
                 for partition in own
                 for place in self.partitioning.places(partition)
                 # What belongs to another rank is read as well: the partition stays in step.
-                for sample in [readers[partition].read()]
+                for sample in [_read(readers[partition], partition)]
                 if place in self.places
             ]
             if batch >= self.first:
@@ -290,6 +295,13 @@ class RankShares(IterableDataset[Piece], Generic[T]):
         number = batch * self.partitioning.global_batch + self.places.start
         seed_generators(mix(self.key, number))
         return self.collate(samples)
+
+
+def _read(reader: PartitionReader[T], partition: int) -> T:
+    try:
+        return reader.read()
+    except StopIteration as stop:
+        raise ended_early(f"the source of partition {partition}") from stop
 
 
 def _states(readers: Mapping[int, PartitionReader[Any]]) -> States:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Subset
 
 from keepstep.elastic.data import numpy_generator
+from keepstep.elastic.data.collation import ended_early
 from keepstep.elastic.data.datasets import Dataset
 from keepstep.elastic.data.order import mix
 
@@ -40,7 +41,10 @@ class SeededSamples(Generic[T]):
         """Return one sample."""
         number, index = key
         seed_generators(mix(self._seed, number))
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except StopIteration as stop:
+            raise ended_early(f"dataset[{index}]") from stop
 
 
 class SeededBatches(SeededSamples[T]):
@@ -52,7 +56,11 @@ class SeededBatches(SeededSamples[T]):
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
         """Return several samples."""
         seed_generators(mix(self._seed, keys[0][0]))
-        return self.dataset.__getitems__([index for _, index in keys])  # type: ignore[attr-defined]
+        indices = [index for _, index in keys]
+        try:
+            return self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        except StopIteration as stop:
+            raise ended_early(f"dataset.__getitems__({indices})") from stop
 
 
 def seeded(dataset: Dataset[T], seed: int) -> SeededSamples[T]:

@@ -13,6 +13,11 @@ from typing import Any, Generic, TypeVar
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data.datasets import Positioned
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
+from keepstep.elastic.data.known_streams import (
+    held_beside_state,
+    ordered_by_chance,
+    told_the_epoch,
+)
 from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.sample_randomness import seed_generators
 from keepstep.elastic.errors import UsageError
@@ -26,8 +31,8 @@ _END = object()
 class SplitStream(Generic[T]):
     """A stream in parts, each of which is an iterable by itself.
 
-    At the end of a part it is iterated again; if it, or its `sampler`, has `set_epoch`, that is
-    called before with the number of times that the part was read.
+    At the end of a part it is iterated again; if it, its `sampler` or its `dataset` has
+    `set_epoch`, that is called before with the number of times that the part was read.
 
     Args:
         make: returns a part by its number and the number of parts: always the same samples, and no
@@ -41,32 +46,58 @@ class SplitStream(Generic[T]):
             raise UsageError(f"SplitStream(most={most}): give at least 1, or None")
         self._make = make
         self._most = most
+        self._has_named = False
 
     def most_partitions(self) -> int | None:
         """Return `most`."""
         return self._most
 
     def open_partition(self, partition: Partition, state: Json) -> _PartReader[T]:
-        """See `Source`."""
+        """See `Source`.
+
+        Raises:
+            UsageError: the part is known to give other samples each time that it is read.
+        """
         # A loader may draw the seed of its order already when it is made.
         seed_generators(partition.seed(-1))
-        return _PartReader(self._make(partition.number, partition.count), partition, state)
+        part = self._make(partition.number, partition.count)
+        by_chance = ordered_by_chance(part)
+        if by_chance:
+            raise UsageError(
+                f"the stream has {by_chance}. As it is, it gives other samples each time that it "
+                "is read, so that after a recovery samples would be lost or repeated"
+            )
+        held = held_beside_state(part)
+        if held and not self._has_named and partition.number == 0:
+            self._has_named = True
+            log.warning(
+                "the stream has %s, which its state leaves out: after a recovery its epoch is read "
+                "again up to where it was. keepstep.Shuffled(source, block) goes on at once",
+                held,
+            )
+        return _PartReader(part, partition, state, has_whole_state=not held)
 
 
 class _PartReader(Generic[T]):
-    def __init__(self, part: Iterable[T], partition: Partition, state: Json) -> None:
+    def __init__(
+        self, part: Iterable[T], partition: Partition, state: Json, *, has_whole_state: bool
+    ) -> None:
         self._part = part
+        # What has none goes on by being read again up to the position.
+        self._positioned = part if has_whole_state and isinstance(part, Positioned) else None
         self._partition = partition
+        self._told_the_epoch = told_the_epoch(part)
         self._epoch = self._read = self._read_of_epoch = 0
         self._iterator: Iterator[T] | None = None
         if state is None:
             self._set_epoch()
             return
         self._epoch, self._read = state["epoch"], state["read"]
-        if state["state"] is not None and isinstance(part, Positioned):
+        if state["state"] is not None and self._positioned is not None:
             self._set_epoch()
             self._read_of_epoch = state["of_epoch"]
-            part.load_state_dict(from_json_value(state["state"], part.state_dict()))
+            like = self._positioned.state_dict()
+            self._positioned.load_state_dict(from_json_value(state["state"], like))
         elif "whole_batches" in state:
             self._epoch = self._read = 0
             self._set_epoch()
@@ -79,7 +110,7 @@ class _PartReader(Generic[T]):
     def _read_past(self, samples: int, whole_batches: int = 1) -> None:
         """Read up to a position; batches of `whole_batches` are refused that epochs are part of."""
         log.info(
-            "part %d of %d of a stream without load_state_dict: reading past %d samples",
+            "part %d of %d of a stream that is read again: reading past %d samples",
             self._partition.number, self._partition.count, samples,
         )  # fmt: skip
         for sample in range(samples):
@@ -123,8 +154,8 @@ class _PartReader(Generic[T]):
             # Asked for its position a loader draws the seed of its order, if it has not yet.
             seed_generators(self._partition.seed(self._read))
         position = None
-        if isinstance(self._part, Positioned):
-            position = to_json_value("the stream's state", self._part.state_dict())
+        if self._positioned is not None:
+            position = to_json_value("the stream's state", self._positioned.state_dict())
         return {
             "epoch": self._epoch,
             "read": self._read,
@@ -134,7 +165,5 @@ class _PartReader(Generic[T]):
 
     def _set_epoch(self) -> None:
         """Tell the part how often it was read, if it shuffles by that."""
-        for told in (self._part, getattr(self._part, "sampler", None)):
-            set_epoch = getattr(told, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self._epoch)
+        for told in self._told_the_epoch:
+            told.set_epoch(self._epoch)

@@ -10,7 +10,10 @@ import torch
 from torch.utils.data import Subset
 
 from keepstep.elastic.data.batches import Batches
+from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.order import DataOrder
+from keepstep.elastic.data.partitions import Partition
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import UsageError
 
 SAMPLES = 24
@@ -140,3 +143,77 @@ def test_an_argument_that_the_job_gives_the_loader_is_refused() -> None:
         message = rf"loader_options=\{{'{name}': ...\}}: job.batches sets it"
         with pytest.raises(UsageError, match=message):
             read(**{name: value})
+
+
+class Exhausted(Augmented):
+    """Calls `next` on an iterator that has no more, for a sample or for several."""
+
+    def __getitem__(self, index: int) -> Sample:
+        return next(iter(())) if index == 13 else super().__getitem__(index)
+
+
+class ExhaustedInGroups(Exhausted):
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return [self[index] for index in indices]
+
+
+def exhausted_collate(samples: list[Sample]) -> list[Sample]:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "named"),
+    [
+        (Exhausted(), uncollated, r"dataset\[13\] raised StopIteration"),
+        (ExhaustedInGroups(), uncollated, r"dataset\.__getitems__\(\[.*\) raised StopIteration"),
+        (Augmented(), exhausted_collate, "collate raised StopIteration"),
+    ],
+)
+def test_a_stop_iteration_of_the_users_is_an_error_and_no_end_of_the_data(
+    dataset: Any, collate: Any, named: str, workers: int
+) -> None:
+    """The loader ended, and was made anew for ever."""
+    options = {"multiprocessing_context": "forkserver"} if workers else {}
+    data: DataPass[Sample] = DataPass(
+        0, 0, 3, dataset, GLOBAL_BATCH, collate=collate, workers=workers, loader_options=options
+    )
+    with pytest.raises(RuntimeError, match=named):
+        list(data.from_position(Position(), 0, 1))
+
+
+def end_at_once(_: int) -> None:
+    raise StopIteration
+
+
+def test_a_loader_that_ends_before_the_pass_is_an_error() -> None:
+    options = {"multiprocessing_context": "forkserver", "worker_init_fn": end_at_once}
+    data: DataPass[Sample] = DataPass(
+        0, 0, 3, Augmented(), GLOBAL_BATCH, workers=1, loader_options=options
+    )
+    with pytest.raises(RuntimeError, match="ended 4 global batches before the end of the pass"):
+        list(data.from_position(Position(), 0, 1))
+
+
+class ExhaustedSource:
+    def most_partitions(self) -> int:
+        return 1
+
+    def open_partition(self, partition: Partition, state: Any) -> Any:
+        return self
+
+    def read(self) -> Any:
+        return next(iter(()))
+
+    def state(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_a_source_is_an_error(workers: int) -> None:
+    options = {"multiprocessing_context": "forkserver"} if workers else {}
+    data: DataPass[Any] = DataPass(
+        0, 0, 3, ExhaustedSource(), 2, steps=3, workers=workers, loader_options=options
+    )
+    with pytest.raises(RuntimeError, match="the source of partition 0 raised StopIteration"):
+        list(data.from_position(Position(), 0, 1))

@@ -1,0 +1,109 @@
+"""Knows what streams of other libraries do not tell: samples beside their state, orders by chance.
+
+`SplitStream` takes what has a state for exact, and what has none for the same each time that it is
+read. Where a library's own objects show that this does not hold, it is told here. Their classes are
+recognized by name, so that no library is imported for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+_MOST_OBJECTS = 4096
+_MOST_ITEMS = 64
+
+
+def held_beside_state(stream: Any) -> str:
+    """Return what in a stream holds samples that its state leaves out; "" if nothing is known.
+
+    Hugging Face's shuffle buffer (`datasets` 5.2, `BufferShuffledExamplesIterable`) is refilled
+    with later samples when a state is loaded, so that those in it are lost. What it interleaves by
+    probabilities goes on elsewhere in loader processes of torchdata's `StatefulDataLoader` (0.11).
+    """
+    in_processes = _is(stream, "torchdata", "StatefulDataLoader") and stream.num_workers > 0
+    for part in _parts_of(stream):
+        if in_processes and _is(part, "datasets", "RandomlyCyclingMultiSourcesExamplesIterable"):
+            return "sources interleaved by probabilities in loader processes"
+        if _is(part, "datasets", "BufferShuffledExamplesIterable") and part.buffer_size > 1:
+            return f"a shuffle buffer of {part.buffer_size} samples"
+    return ""
+
+
+def ordered_by_chance(stream: Any) -> str:
+    """Return what makes a stream give other samples each time it is read; "" if nothing is known.
+
+    Hugging Face's `shuffle` and `interleave_datasets` take a seed of the system's without one.
+    WebDataset 1.0 seeds `shuffle` without a seed, and `resampled=True`, by the clock and process,
+    and counts the epochs of `detshuffle` in the object.
+    """
+    for part in _parts_of(stream):
+        if _is_of_library(part) and _is_unseeded(getattr(part, "generator", None)):
+            return "an order without a seed: give shuffle or interleave_datasets a seed"
+        if _is(part, "webdataset", "ResampledShards") and not getattr(part, "deterministic", False):
+            return "resampled=True: give a ResampledShards(urls, deterministic=True)"
+        if _is(part, "webdataset", "detshuffle"):
+            return "detshuffle, which counts epochs by itself: give shuffle(size, seed=...)"
+        if (
+            _is(part, "webdataset", "FilterFunction")
+            and getattr(part.f, "__name__", "") == "_shuffle"
+        ):
+            bound = dict(zip(("bufsize", "initial", "rng", "seed"), part.args, strict=False))
+            bound |= part.kw
+            if bound.get("seed") is None and bound.get("rng") is None:
+                return "shuffle without a seed: give shuffle(size, seed=...)"
+    return ""
+
+
+def told_the_epoch(stream: Any) -> list[Any]:
+    """Return what in a stream has `set_epoch` to be called: it, its `sampler`, its `dataset`.
+
+    And each of Hugging Face's streams in it: in an epoch of the same number they would go back to
+    the state that was loaded.
+    """
+    told = [stream, getattr(stream, "sampler", None), getattr(stream, "dataset", None)]
+    told += [part for part in _parts_of(stream) if _is(part, "datasets", "IterableDataset")]
+    distinct = {id(one): one for one in told if callable(getattr(one, "set_epoch", None))}
+    return list(distinct.values())
+
+
+def _is_unseeded(generator: Any) -> bool:
+    """Whether NumPy has seeded a generator from the system, which gives it 128 bits."""
+    if not isinstance(generator, np.random.Generator):
+        return False
+    entropy = getattr(generator.bit_generator.seed_seq, "entropy", 0)
+    return isinstance(entropy, int) and entropy.bit_length() > 64
+
+
+def _is(part: Any, library: str, name: str) -> bool:
+    return any(
+        kind.__name__ == name and kind.__module__.partition(".")[0] == library
+        for kind in type(part).__mro__
+    )
+
+
+def _parts_of(stream: Any) -> Iterator[Any]:
+    """Yield a stream and what its attributes refer to, as far as that may be a stream."""
+    seen: set[int] = set()
+    pending = [stream]
+    while pending and len(seen) < _MOST_OBJECTS:
+        part = pending.pop()
+        if id(part) in seen or isinstance(part, str | bytes | int | float | type | None):
+            continue
+        seen.add(id(part))
+        if isinstance(part, list | tuple):
+            pending += part[:_MOST_ITEMS]
+            continue
+        if isinstance(part, dict):
+            pending += list(part.values())[:_MOST_ITEMS]
+            continue
+        yield part
+        # Not what has no samples, such as a model that a tokenizer refers to.
+        if hasattr(type(part), "__iter__") or _is_of_library(part):
+            pending += vars(part).values() if hasattr(part, "__dict__") else ()
+
+
+def _is_of_library(part: Any) -> bool:
+    return type(part).__module__.partition(".")[0] in ("datasets", "webdataset", "torchdata")
