@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
@@ -30,6 +30,7 @@ from keepstep.checkpoint.collective_plan import (
     merge_reports,
     report_parts,
 )
+from keepstep.checkpoint.conversion.dequantized import Dequantized, dequantized, fitted
 from keepstep.checkpoint.conversion.opened import Opened, without_wrapper_names
 from keepstep.checkpoint.conversion.request import configuration
 from keepstep.checkpoint.conversion.respelling import Respelled
@@ -42,7 +43,8 @@ from keepstep.checkpoint.foreign.recognition import Recognized
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.documents import VALUES
-from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.layout.quantized import is_quantized
+from keepstep.checkpoint.layout.source import Source, TensorSpec
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
@@ -241,8 +243,10 @@ def load(
         step: the step to load; None for the newest. Another tool's checkpoint must have this step.
         strict: refuse a checkpoint whose names differ; otherwise fill what both have.
         convert: convert tensors that were saved in another data type. A parameter that has the data
-            type of its stored master takes the master's values, also without this. A quantized
-            tensor whose scales are described is converted only if the model describes them, too.
+            type of its stored master takes the master's values, also without this. Quantized
+            weights that the module has plain are dequantized if it is known how: their scales are
+            described, or the configuration's `quantization_config` is one of fp8, GPTQ, AWQ or
+            compressed-tensors. Otherwise they are refused, also with `strict=False`.
         fallback: if the checkpoint is damaged, log the reason and load the newest intact one.
             Without effect on other tools' checkpoints.
         resize: names of parameters that may be larger or smaller than in the checkpoint: the common
@@ -336,12 +340,22 @@ def _load_stored(
     state: StateMapping,
     options: LoadOptions,
 ) -> LoadedState:
-    """Fill a state from a checkpoint of keepstep's, of which each byte is read by one rank."""
-    if options.rules is not None:
-        return _load_by_each(Opened(on_all_ranks(open_source), "keepstep"), url, state, options)
+    """Fill a state from a checkpoint of keepstep's, of which each byte is read by one rank.
+
+    With rules, and where weights may be dequantized, each rank reads what it wants.
+    """
+    if options.rules is not None or options.convert:
+        opened = on_all_ranks(open_source)
+        if options.rules is not None or is_quantized(opened.documents):
+            return _load_by_each(Opened(opened, "keepstep"), url, state, options)
+        open_source = lambda: opened  # noqa: E731
 
     def fill_tensors(source: StoredCheckpoint, live: LiveState, others: set[str]) -> RestoreTraffic:
-        return fill_together(lambda: _planned(live, source, others, options), source)
+        def plan() -> Sequence[Fill]:
+            _fitted(live, source, others, options)
+            return _planned(live, source, others, options)
+
+        return fill_together(plan, source)
 
     return _fill_state(open_source, "keepstep", url, state, options.descriptions, fill_tensors)
 
@@ -358,11 +372,17 @@ def _load_by_each(
                 "ranks the same rules, and the same configuration"
             )
     source = opened.source
-    assert isinstance(source, ForeignCheckpoint | Respelled), "without rules, another tool's"
+    assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)
 
     def fill_tensors(source: Source, live: LiveState, others: set[str]) -> str:
-        on_all_ranks(lambda: fill(_planned(live, source, others, options), source))
-        return f"from {opened.format_name}"
+        def fill_own() -> int:
+            fitting = _fitted(live, source, others, options)
+            fill(_planned(live, fitting, others, options), fitting)
+            return len(fitting.weights) if isinstance(fitting, Dequantized) else 0
+
+        count = on_all_ranks(fill_own)
+        told = f"; dequantized {count} weights" if count else ""
+        return f"from {opened.format_name}{told}"
 
     loaded = _fill_state(
         lambda: source, opened.format_name, url, state, options.descriptions, fill_tensors
@@ -378,6 +398,8 @@ def _spelled(opened: Opened, options: LoadOptions) -> Opened:
     if options.rules is None:
         return opened
     clean = without_wrapper_names(opened)
+    if options.convert:
+        clean = replace(clean, source=dequantized(clean.source))
     return respell(clean, options.rules, configuration(clean, options.config))
 
 
@@ -392,6 +414,12 @@ def _spelling(opened: Opened) -> Json:
 
 def _rank_rules(options: LoadOptions) -> RankRules | None:
     return None if options.rules is None else rank_rules(options.rules, options.config or {})
+
+
+def _fitted(live: LiveState, source: Source, others: set[str], options: LoadOptions) -> Source:
+    """Return a checkpoint with those weights dequantized that the module has plain."""
+    specs = {tensor.key: TensorSpec(tensor.dtype, tensor.global_shape) for tensor in live.tensors}
+    return fitted(source, specs, live.documents, others, convert=options.convert)
 
 
 def _planned(

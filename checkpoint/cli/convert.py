@@ -28,13 +28,14 @@ from keepstep.checkpoint.conversion.conversion import (
 from keepstep.checkpoint.conversion.opened import Opened, Place, locate
 from keepstep.checkpoint.conversion.request import ConversionRequest, configuration
 from keepstep.checkpoint.conversion.rules_given import report
-from keepstep.checkpoint.conversion.selection import FLOATS, Selection
+from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.trusted import code_in, run_code
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.quantized import FLOATS
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LEAST_MEMORY_NBYTES = 2**20

@@ -18,12 +18,10 @@ from keepstep.checkpoint.layout.content_digest import OF_ONE_SAVE
 from keepstep.checkpoint.layout.described import found, is_wider
 from keepstep.checkpoint.layout.documents import CONFIG, MASTERS, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.quantized import FLOATS, keys_of_quantized
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
 
 MODEL = "model"
-
-FLOATS = ("bfloat16", "float16", "float32", "float64")
-"""The data types between which a conversion rounds, to the nearest value, ties to even."""
 
 _ROUNDED_NBYTES = 8 * 2**20
 
@@ -36,7 +34,7 @@ class Selection:
         whole: the source.
         only_model: leave out all but the model's tensors, their ties and the model's own documents.
         model_dtype: data type of the model's floating-point tensors; None keeps theirs. Optimizer
-            state is never rounded.
+            state is never rounded, nor what quantized weights stand in: their scales, for example.
 
     Raises:
         LayoutMismatch: `model_dtype` is none that can be rounded to.
@@ -137,7 +135,21 @@ class Selection:
     def _dtype(self, key: str, dtype: str) -> str:
         if self.model_dtype is None or not _is_of_model(key) or dtype not in FLOATS:
             return dtype
-        return self.model_dtype
+        return dtype if key in self._of_quantized else self.model_dtype
+
+    @cached_property
+    def _of_quantized(self) -> frozenset[str]:
+        return keys_of_quantized(self.whole.documents, self.whole.tensors)
+
+    def kept_of_quantized(self) -> list[str]:
+        """Return the floating-point tensors that are not rounded because they quantize weights."""
+        return [
+            key
+            for key, spec in self.tensors.items()
+            if self.model_dtype not in (None, spec.dtype)
+            and spec.dtype in FLOATS
+            and key in self._of_quantized
+        ]
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

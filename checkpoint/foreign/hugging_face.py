@@ -16,7 +16,8 @@ from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.safetensors_file import read_safetensors
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import CONFIG
+from keepstep.checkpoint.layout.documents import CONFIG, SCALES
+from keepstep.checkpoint.layout.quantized import scales_of_blocks
 
 NOTES = "metadata"
 """Documents below this have the text that files of safetensors note by names, for each file."""
@@ -97,7 +98,7 @@ def add_named_file(contents: Contents, files: ForeignFiles, name: str) -> None:
 
 
 def add_config(contents: Contents, files: ForeignFiles) -> None:
-    """Add config.json as a document, and the ties that it implies.
+    """Add config.json as a document, and what it implies: ties, and scales of quantized weights.
 
     Raises:
         CheckpointDamaged: it is no JSON object.
@@ -110,6 +111,9 @@ def add_config(contents: Contents, files: ForeignFiles) -> None:
     tie = tied_head(config, names)
     if tie is not None:
         contents.tie(*tie)
+    specs = {key: tensor.spec for key, tensor in contents.tensors.items()}
+    if scales := scales_of_blocks(config, specs):
+        contents.add_document(SCALES, scales)
 
 
 def tied_head(config: Mapping[str, Json], names: set[str]) -> tuple[str, str] | None:

@@ -119,7 +119,8 @@ class SourceMatcher:
         if stored is not None and live is None:
             return (
                 f"is {origin.spec.dtype} in the source, with scales in {stored}, and "
-                f"{tensor.dtype} in the model; load it as it is stored, and multiply"
+                f"{tensor.dtype} in the model; convert=True dequantizes it into a state that has "
+                "no such scales"
             )
         if live is not None and stored is None:
             return (

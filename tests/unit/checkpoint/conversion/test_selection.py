@@ -14,9 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.conversion import selection
-from keepstep.checkpoint.conversion.selection import FLOATS, Selection, rounded
+from keepstep.checkpoint.conversion.selection import Selection, rounded
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.quantized import FLOATS
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
 from keepstep.checkpoint.live.tensors import torch_dtype
 
