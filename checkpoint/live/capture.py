@@ -30,15 +30,23 @@ from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.averages import averages_in, stored_averages
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
 from keepstep.checkpoint.live.model_parameters import ModelParameters
-from keepstep.checkpoint.live.optimizer_options import (
-    as_json_value,
-    options_of,
+from keepstep.checkpoint.live.optimizer_options import options_of
+from keepstep.checkpoint.live.optimizer_rest import (
+    REST,
+    PendingRest,
+    Rest,
+    first_name,
+    pending_of,
+    rest_of,
+    tells_its_state,
 )
-from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
+from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots, slots_of
+from keepstep.checkpoint.live.tensor_values import SlotEncoder, has_other_strides
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,
     check_disjoint,
+    describe,
     is_one_of_several,
     local_of,
     specs_of,
@@ -55,8 +63,8 @@ class _ScannedOptimizer:
     """The objects that one optimizer consisted of at a walk over the state."""
 
     optimizer: Optimizer
-    state: Mapping[torch.Tensor, Mapping[str, Any]]
-    slots: tuple[Mapping[str, Any], ...]
+    state: Mapping[Any, Any]
+    slots: tuple[Any, ...]
     groups: tuple[Mapping[str, Any], ...]
     parameters: tuple[torch.Tensor, ...]
 
@@ -102,13 +110,15 @@ class _ScannedState:
         sharded: the tensors that are DTensors.
         shards: the local tensors of `sharded`.
         scalars: optimizer slots that are numbers, as (document key, slots, slot).
+        encoded: optimizer slots that are neither tensors nor numbers, as JSON, by document key.
         sized: all dictionaries that hold tensors or modules.
         sizes: the number of items in each of `sized`.
         empty: places without a tensor that may get one, as (dictionary, key).
-        groups: optimizer groups, with the names of their parameters.
+        groups: optimizer groups, with the names of their parameters, and the optimizer.
         without_slots: names of parameters of which no rank has slots.
         optimizers: the objects that the optimizers consist of.
-        is_derived: a state hook makes new tensors at every call, so the walk must be repeated.
+        is_derived: a state hook makes new tensors at every call, or an optimizer has tensors
+            inside of other values, so the walk must be repeated.
     """
 
     live: tuple[LiveTensor, ...]
@@ -118,10 +128,11 @@ class _ScannedState:
     sharded: tuple[torch.Tensor, ...]
     shards: tuple[torch.Tensor, ...]
     scalars: tuple[tuple[str, Mapping[str, Any], str], ...]
+    encoded: Mapping[str, Json]
     sized: tuple[Mapping[Any, Any], ...]
     sizes: list[int]
     empty: tuple[tuple[Mapping[str, Any], str], ...]
-    groups: tuple[tuple[Mapping[str, Any], list[str]], ...]
+    groups: tuple[tuple[Optimizer, Mapping[str, Any], list[str]], ...]
     without_slots: tuple[str, ...]
     optimizers: tuple[_ScannedOptimizer, ...]
     is_derived: bool
@@ -181,15 +192,16 @@ class LiveStateReader:
                 the message names it.
         """
         scanned = self._current()
-        scalars = {key: as_json_value(key, slots[slot]) for key, slots, slot in scanned.scalars}
+        scalars = {key: slots[slot] for key, slots, slot in scanned.scalars}
         groups = [
-            {"parameters": names, "options": options_of(group)} for group, names in scanned.groups
+            {"parameters": names, "options": options_of(optimizer, group)}
+            for optimizer, group, names in scanned.groups
         ]
         return LiveState(
             scanned.live,
             {
                 GROUPS: groups,
-                SCALARS: scalars,
+                SCALARS: {**scalars, **scanned.encoded},
                 TIED: self._tied,
                 **({WITHOUT_SLOTS: scanned.without_slots} if scanned.without_slots else {}),
                 **self._describing(scanned, specs_of(beside)),
@@ -259,18 +271,43 @@ class LiveStateReader:
         for unit in parameters.units:
             places.append((vars(unit.handle), "flat_param", unit.flat))
             self._tied.update(unit.tied)
+        encoded: dict[str, Json] = {}
         for optimizer in self._optimizers:
-            for parameter, slots in slots_of(optimizer).items():
+            rest = _rest_of(optimizer, parameters)
+            is_derived = is_derived or rest is not None or tells_its_state(optimizer)
+            if rest is not None:
+                first = first_name(optimizer, parameters)
+                encoded[f"{first}/{REST}"] = rest.document
+                live += [
+                    describe(f"optim/{first}/{slot}", tensor)
+                    for slot, tensor in rest.tensors.items()
+                ]
+                if rest.is_whole:
+                    continue
+            for parameter, slots in parameter_slots(optimizer):
                 sized.append(slots)
                 for slot, value in slots.items():
+                    names = parameters.shapes(parameter)
                     if isinstance(value, torch.Tensor):
                         places.append((slots, slot, value))
                         live += parameters.describe_slot(parameter, slot, value)
-                    else:
-                        scalars += [
-                            (f"{name}/{slot}", slots, slot) for name in parameters.shapes(parameter)
-                        ]
+                        if has_other_strides(value, parameter):
+                            noted = SlotEncoder(slot, parameters, parameter, optimizer)
+                            encoded |= dict.fromkeys(
+                                (f"{name}/{slot}" for name in names), noted.encode_tensor(value)
+                            )
+                    elif value is None or isinstance(value, bool | int | float | str):
+                        scalars += [(f"{name}/{slot}", slots, slot) for name in names]
                         empty.append((slots, slot))
+                    elif names and not isinstance(value, PendingRest):
+                        is_derived = True
+                        key = f"{next(iter(names))}/{slot}"
+                        encoder = SlotEncoder(key, parameters, parameter, optimizer)
+                        encoded |= dict.fromkeys(
+                            (f"{name}/{slot}" for name in names), encoder.encode(value)
+                        )
+                        for inner, tensor in encoder.tensors.items():
+                            live += parameters.describe_slot(parameter, inner, tensor)
         check_disjoint(live)
         sharded = tuple(held for *_, held in places if isinstance(held, DTensor))
         return _ScannedState(
@@ -281,6 +318,7 @@ class LiveStateReader:
             sharded=sharded,
             shards=tuple(map(local_of, sharded)),
             scalars=tuple(scalars),
+            encoded=encoded,
             sized=tuple(sized),
             sizes=[len(holder) for holder in sized],
             empty=tuple(empty),
@@ -324,6 +362,12 @@ class LiveStateReader:
                 "wraps; rename one of them"
             )
         return cleaned, _containers_by_name(self._model, clean)
+
+
+def _rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
+    """Return what an optimizer's `state_dict` has beside slots and groups, or is about to get."""
+    pending = pending_of(optimizer)
+    return rest_of(optimizer, parameters) if pending is None else pending.rest
 
 
 def _containers_by_name(

@@ -69,6 +69,9 @@ class ModelParameters:
             id(parameter): self.clean(name)
             for name, parameter in reversed(list(model.named_parameters()))
         }
+        self._parameters: dict[str, torch.Tensor] = {
+            self.clean(name): parameter for name, parameter in model.named_parameters()
+        }
         self._ranges: dict[int, tuple[HeldRange, ...]] = {
             id(parameter): ranges for unit in self.units for parameter, ranges in unit.holders()
         }
@@ -98,13 +101,45 @@ class ModelParameters:
                 "and the optimizer of the same training state"
             ) from None
 
-    def groups(self, optimizers: Iterable[Optimizer]) -> list[tuple[dict[str, Any], list[str]]]:
-        """Return the groups of optimizers, with the names of the parameters in each.
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of a tensor that is a parameter of the model; None for any other."""
+        name = self._names.get(id(tensor))
+        return name if name is not None and isinstance(tensor, nn.Parameter) else None
+
+    def named(self, name: str) -> torch.Tensor:
+        """Return the parameter of a name.
+
+        Raises:
+            LayoutMismatch: the model has no such parameter.
+        """
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            raise LayoutMismatch(f"the model has no parameter {name}, which its optimizer had")
+        return parameter
+
+    def placed_as(self, tensor: DTensor) -> str | None:
+        """Return the name of a parameter of the shape, mesh and placements of a sharded tensor."""
+        return next(
+            (
+                name
+                for name, parameter in self._parameters.items()
+                if isinstance(parameter, DTensor)
+                and parameter.shape == tensor.shape
+                and parameter.placements == tensor.placements
+                and parameter.device_mesh == tensor.device_mesh
+            ),
+            None,
+        )
+
+    def groups(
+        self, optimizers: Iterable[Optimizer]
+    ) -> list[tuple[Optimizer, dict[str, Any], list[str]]]:
+        """Return the groups of optimizers, each with its optimizer and its parameters' names.
 
         Raises:
             LayoutMismatch: two optimizers have the same parameter; also as `names` raises.
         """
-        groups: list[tuple[dict[str, Any], list[str]]] = []
+        groups: list[tuple[Optimizer, dict[str, Any], list[str]]] = []
         owners: dict[str, Optimizer] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -115,7 +150,7 @@ class ModelParameters:
                             f"{name} is a parameter of two optimizers, and what they know of it "
                             "would be stored under the same name; give it to one of them"
                         )
-                groups.append((group, names))
+                groups.append((optimizer, group, names))
         return groups
 
     def shapes(self, parameter: torch.Tensor) -> Mapping[str, tuple[int, ...]]:

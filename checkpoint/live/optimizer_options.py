@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,45 +13,44 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import stored_parameter
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.encoded_values import Decoder, slots_within
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.live.model_parameters import ModelParameters
+from keepstep.checkpoint.live.optimizer_rest import REST, load_rest
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
+from keepstep.checkpoint.live.tensor_values import encode_option, option_decoder, slot_decoder
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Json]:
-    """Return the hyperparameters of an optimizer's group."""
+def options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Json]:
+    """Return the hyperparameters of an optimizer's group, as JSON.
+
+    Tuples that a new optimizer has as well, such as pairs of coefficients, are plain lists.
+
+    Raises:
+        LayoutMismatch: one of them cannot be stored; the message names it.
+    """
+    defaults = getattr(optimizer, "defaults", {})
+    parameter = next(iter(group["params"]), None)
     return {
-        option: as_json_value(option, value)
+        option: encode_option(
+            option,
+            list(value)
+            if isinstance(value, tuple) and isinstance(defaults.get(option), tuple)
+            else value,
+            parameter,
+        )
         for option, value in group.items()
         if option != "params"
     }
 
 
-def as_json_value(name: str, value: Any) -> Json:
-    """Return a value as JSON, copied.
-
-    A tensor of one element, such as a learning rate, becomes a number.
-
-    Args:
-        name: the value's name, for the error message.
-        value: the value.
-
-    Raises:
-        LayoutMismatch: the value is neither JSON nor a tensor of one element.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if not is_json(value):
-        raise LayoutMismatch(
-            f"optimizer value {name!r} of type {type(value).__name__} cannot be stored"
-        )
-    return copy.deepcopy(value) if isinstance(value, list | Mapping) else value
-
-
 def restore_options(
     model: nn.Module, optimizers: Sequence[Optimizer], documents: Mapping[str, Json]
 ) -> None:
-    """Restore the hyperparameters and the scalar slots of optimizers, by parameter names.
+    """Restore what optimizers have beside tensors of parameters, by parameter names.
+
+    These are hyperparameters, slots that are no tensors, and the rest of their `state_dict`, which
+    `allocate` has prepared.
 
     Args:
         model: names the parameters.
@@ -60,7 +58,8 @@ def restore_options(
         documents: the documents of the source.
 
     Raises:
-        LayoutMismatch: a group has parameters that were saved in groups with different options.
+        LayoutMismatch: a group has parameters that were saved in groups with different options, or
+            an optimizer does not take what it had.
     """
     parameters = ModelParameters(model)
     stored = {
@@ -87,6 +86,7 @@ def restore_options(
         scalars.setdefault(name, {})[slot] = value
     for name, first in tied.items():
         scalars.setdefault(name, scalars.get(first, {}))
+    is_known: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             known = [
@@ -101,17 +101,48 @@ def restore_options(
                         f"{known[0]} and {name} are in one optimizer group but were saved in two "
                         "with different options; group the parameters as they were when saved"
                     )
-            for option, value in (stored[known[0]] if known else {}).items():
-                if isinstance(group.get(option), torch.Tensor):
-                    group[option].fill_(value)
-                else:
-                    group[option] = tuple(value) if isinstance(group.get(option), tuple) else value
+            if known:
+                is_known.add(id(optimizer))
+                _set_options(group, stored[known[0]])
         state = slots_of(optimizer)
         for group in local_groups(optimizer):
             for parameter in group["params"]:
                 for name in parameters.shapes(parameter):
-                    for slot, value in scalars.get(name, {}).items():
-                        state[parameter][slot] = value
+                    if name in scalars:
+                        slots = state.setdefault(parameter, {})
+                        decoder = slot_decoder(slots, parameters.named, optimizer)
+                        _set_values(slots, scalars[name], decoder)
+    for optimizer in optimizers:
+        if id(optimizer) in is_known:
+            load_rest(optimizer, parameters)
+
+
+def _set_options(group: dict[str, Any], stored: Mapping[str, Json]) -> None:
+    parameter = next(iter(group["params"]), None)
+    decoder = option_decoder(torch.device("cpu") if parameter is None else parameter.device)
+    for option, encoded in stored.items():
+        value, own = decoder.decode(encoded), group.get(option)
+        if isinstance(own, torch.Tensor) and isinstance(value, int | float):
+            own.fill_(value)
+        elif (
+            isinstance(own, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and (own.dtype, own.shape, own.device) == (value.dtype, value.shape, value.device)
+        ):
+            # Compiled and captured steps read this tensor.
+            own.copy_(value)
+        else:
+            group[option] = tuple(value) if isinstance(own, tuple) else value
+
+
+def _set_values(slots: dict[str, Any], stored: Mapping[str, Json], decoder: Decoder) -> None:
+    """Set the slots of a parameter that are no tensors, but may have some inside."""
+    values = {slot: decoder.decode(encoded) for slot, encoded in stored.items() if slot != REST}
+    for slot, encoded in stored.items():
+        if slot != REST:
+            for inner in slots_within(encoded):
+                slots.pop(inner["name"], None)
+    slots.update(values)
 
 
 def is_json(value: Any) -> bool:

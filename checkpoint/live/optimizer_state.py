@@ -7,6 +7,7 @@ outer one lists all parameters and has no state.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +22,34 @@ def slots_of(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     Raises:
         LayoutMismatch: the optimizer has no state before it has done some steps.
     """
-    state: dict[torch.Tensor, dict[str, Any]] = _inner(optimizer).state
+    state = getattr(_inner(optimizer), "state", None)
+    if not isinstance(state, dict):
+        raise LayoutMismatch(
+            f"{type(optimizer).__name__} has no state of its own that slots could be put into; "
+            "pass the optimizer that it is made of, or leave it out"
+        )
     return state
+
+
+def parameter_slots(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Yield the parameters that this rank keeps slots of, with these.
+
+    Raises as `slots_of` does.
+    """
+    for parameter, slots in slots_of(optimizer).items():
+        if isinstance(parameter, torch.Tensor):
+            if not isinstance(slots, dict):
+                raise LayoutMismatch(
+                    f"{type(optimizer).__name__} keeps a {type(slots).__name__} of a parameter of "
+                    f"shape {tuple(parameter.shape)}, and no slots by name, which cannot be "
+                    "stored; leave the optimizer out"
+                )
+            yield parameter, slots
+
+
+def is_divided(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer gives each parameter to one rank."""
+    return _inner(optimizer) is not optimizer
 
 
 def local_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

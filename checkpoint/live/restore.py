@@ -18,17 +18,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.documents import MASTERS, PARTS, TIED, VALUES
+from keepstep.checkpoint.layout.documents import MASTERS, PARTS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
+from keepstep.checkpoint.layout.encoded_values import noted_slots, slots_within
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.live.model_parameters import ModelParameters
+from keepstep.checkpoint.live.optimizer_rest import (
+    REST,
+    PendingRest,
+    Rest,
+    check_fits,
+    parameters_of,
+)
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.part_slices import check_parts
 from keepstep.checkpoint.live.source_match import Origin, SourceMatcher
+from keepstep.checkpoint.live.tensor_values import new_tensor
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,
@@ -103,23 +112,31 @@ def _check_slot_size(
 
 
 def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Return a function that restores the slots that the optimizers' parameters have now."""
-    before: list[tuple[dict[Any, Any], torch.Tensor, dict[str, Any] | None]] = [
-        (state, parameter, dict(state[parameter]) if parameter in state else None)
+    """Return a function that restores the state that the optimizers have now, but for values."""
+    before: list[tuple[Optimizer, dict[Any, Any]]] = [
+        (
+            optimizer,
+            {
+                key: dict(value) if isinstance(key, torch.Tensor) else value
+                for key, value in slots_of(optimizer).items()
+            },
+        )
         for optimizer in optimizers
-        for state in (slots_of(optimizer),)
-        for group in local_groups(optimizer)
-        for parameter in group["params"]
     ]
 
     def undo() -> None:
-        for state, parameter, slots in before:
-            if slots is None:
-                state.pop(parameter, None)
-            else:
-                # In place: other objects, such as a `LiveStateReader`, hold these dictionaries.
-                state[parameter].clear()
-                state[parameter].update(slots)
+        for optimizer, kept in before:
+            state = slots_of(optimizer)
+            for key in [key for key in state if key not in kept]:
+                del state[key]
+            for key, value in kept.items():
+                if isinstance(key, torch.Tensor):
+                    # In place: others, such as a `LiveStateReader`, hold these dictionaries.
+                    slots = state.setdefault(key, {})
+                    slots.clear()
+                    slots.update(value)
+                else:
+                    state[key] = value
 
     return undo
 
@@ -140,6 +157,7 @@ def _allocate(
     slots = dict(source.slots(own_names))
     ties = _ties(own_names, slots, source)
     slots.update(source.slots({_name_of(tie) for tie in ties.values()}) if ties else {})
+    values = _values_by_name(source)
     for optimizer in optimizers:
         state, groups = slots_of(optimizer), local_groups(optimizer)
         total = sum(p.numel() for group in groups for p in group["params"])
@@ -149,8 +167,15 @@ def _allocate(
                 for name, shape in parameters.shapes(parameter).items():
                     tie = ties.get(name)
                     stored_name = name if tie is None else _name_of(tie)
+                    stored_values = values.get(stored_name, {})
+                    noted = noted_slots(stored_values)
+                    for slot in stored_values if parameter in state else ():
+                        # What is no tensor in the source is not filled.
+                        state[parameter].pop(slot, None)
                     for slot, stored_spec in slots.get(stored_name, {}).items():
-                        if slot in state[parameter]:
+                        if isinstance(state.get(parameter, {}).get(slot), torch.Tensor):
+                            continue
+                        if slot.startswith(f"{REST}.") and REST in stored_values:
                             continue
                         spec = stored_spec
                         if tie is not None and tie.is_transposed:
@@ -161,20 +186,63 @@ def _allocate(
                         )
                         if is_master and dtype == parameter.dtype:
                             continue
-                        if slot != "step" and _has_parameter_shape(
-                            stored_name, shape, spec, source
-                        ):
+                        has_shape = _has_parameter_shape(stored_name, shape, spec, source)
+                        if slot != "step" and has_shape and "strides" not in noted.get(slot, {}):
                             new = parameters.new_master if is_master else parameters.new_slot
                             created = new(parameter, dtype)
                         else:
                             _check_slot_size(name, slot, spec, shape, total)
                             on_cpu = slot == "step" and not on_device
-                            created = torch.zeros(
+                            created = new_tensor(
                                 spec.shape,
-                                dtype=dtype,
-                                device="cpu" if on_cpu else parameter.device,
+                                dtype,
+                                torch.device("cpu") if on_cpu else parameter.device,
+                                noted.get(slot, {}),
                             )
-                        state[parameter][slot] = created
+                        state.setdefault(parameter, {})[slot] = created
+        _prepare_rest(optimizer, parameters, values, slots, total)
+
+
+def _values_by_name(source: Source) -> dict[str, dict[str, Json]]:
+    """Return the slots that are no tensors in a source, by parameter and slot."""
+    values: dict[str, dict[str, Json]] = {}
+    for key, value in source.documents.get(SCALARS, {}).items():
+        name, _, slot = key.rpartition("/")
+        values.setdefault(name, {})[slot] = value
+    return values
+
+
+def _prepare_rest(
+    optimizer: Optimizer,
+    parameters: ModelParameters,
+    values: Mapping[str, Mapping[str, Json]],
+    slots: Mapping[str, Mapping[str, TensorSpec]],
+    total: int,
+) -> None:
+    """Make the tensors of the rest that a source has of an optimizer's `state_dict`."""
+    members = parameters_of(optimizer)
+    names = [name for parameter in members for name in parameters.names(parameter)]
+    owner = next((name for name in names if REST in values.get(name, {})), None)
+    if owner is None:
+        return
+    document = values[owner][REST]
+    check_fits(optimizer, parameters, document)
+    tensors: dict[str, torch.Tensor] = {}
+    for noted in slots_within(document["content"]):
+        slot = noted["name"]
+        spec = slots.get(owner, {}).get(slot)
+        if spec is None:
+            raise LayoutMismatch(f"optim/{owner}/{slot}: missing in the source")
+        dtype = torch_dtype(spec.dtype)
+        if "like" in noted:
+            tensors[slot] = parameters.new_slot(parameters.named(noted["like"]), dtype)
+        else:
+            _check_slot_size(owner, slot, spec, tuple(members[0].shape), total)
+            tensors[slot] = new_tensor(spec.shape, dtype, members[0].device, noted)
+    state = slots_of(optimizer)
+    state.setdefault(members[0], {})[REST] = PendingRest(
+        Rest(document, tensors, document["is_whole"])
+    )
 
 
 def _ties(
@@ -319,6 +387,14 @@ def plan_fills(
     ]
     if strict:
         problems += [f"{key}: missing in the source" for key in by_key if origins[key] is None]
+        own_rests = [key for key in state.documents.get(SCALARS, {}) if key.endswith(f"/{REST}")]
+        stored_scalars = source.documents.get(SCALARS, {}) if own_rests else {}
+        problems += [
+            f"optim/{key}: what the optimizer's state_dict has beside slots is missing in the "
+            "source"
+            for key in own_rests
+            if key not in stored_scalars
+        ]
         # A job's state has no values: then documents of shards that nobody else needs are not read.
         own_values = state.documents.get(VALUES)
         stored_values = source.documents.get(VALUES, {}) if own_values else {}

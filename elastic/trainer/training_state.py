@@ -27,7 +27,7 @@ from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.optimizer_state import slots_of
+from keepstep.checkpoint.live.optimizer_state import parameter_slots
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
@@ -198,7 +198,7 @@ class TrainingState:
                 (
                     (parameters.names(parameter)[0], tensor)
                     for optimizer in self.optimizers
-                    for parameter, slots in slots_of(optimizer).items()
+                    for parameter, slots in parameter_slots(optimizer)
                     for tensor in (parameter, *slots.values())
                 ),
                 self.model.named_parameters(),

@@ -30,7 +30,7 @@ class Servers:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = boxes
-        self.documents: Sequence[Mapping[str, Json]] = [{}] * len(boxes)
+        self.documents: Sequence[Mapping[str, Json]] = [{SCALARS: {}}] * len(boxes)
         self.asked: list[int] = []
         self.waited_for: list[int] = []
 
