@@ -71,6 +71,7 @@ from keepstep.elastic.rendezvous.standing import (
     Join,
     Lease,
     RemoveFinishedJob,
+    RestoreJob,
 )
 from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import (
@@ -113,6 +114,7 @@ class Membership:
         on_change: called after each change of the view.
         publish: writes a manifest; raises JobFailed if it is not written.
         secret: of the job in which the record's state arose; None if it has none.
+        held: the newest view that had a generation of this node's membership before.
         announce: tells all members, this node included, what this leader has found committed.
     """
 
@@ -127,6 +129,7 @@ class Membership:
         publish: Callable[[actions.Publish], Awaitable[None]],
         secret: bytes | None = None,
         announce: Callable[[CommitAnnouncement], None] = lambda _: None,
+        held: View | None = None,
     ) -> None:
         self._store = store
         self._secret = secret
@@ -152,6 +155,8 @@ class Membership:
         self._decides_at_s: float | None = None
         self.record = record
         self.view = View()
+        self.held = held
+        """The newest view of this node that had a generation."""
         self._logged = (0, "")
 
     @property
@@ -175,19 +180,30 @@ class Membership:
         began_s = time.monotonic()
         while True:
             view = await self._reader.before_joining(self.view)
-            if self._secret is not None:
-                is_same_job = view.secret == self._secret.hex().encode()
-                self.record = (
-                    standing.joining_again(view, self.record)
-                    if is_same_job
-                    else standing.without_state(self.record)
-                )
-            match standing.next_join_step(self._keys, view, self.record):
+            keeps_state = self._secret is None or view.secret == self._secret.hex().encode()
+            if self._secret is not None and keeps_state:
+                self.record = standing.joining_again(view, self.record)
+            match standing.next_join_step(self._keys, view, self.record, self.held):
                 case RemoveFinishedJob(transaction):
                     await self._write_until_known(transaction)
+                case RestoreJob(parts):
+                    log.warning(
+                        "the coordinator has lost job %s; restoring its keys", self._keys.job
+                    )
+                    for part in parts:
+                        await self._write_until_known(part)
                 case AwaitPredecessor(predecessor):
                     await self._await_predecessor(predecessor, time.monotonic() - began_s)
-                case Join() if await self._claim_name(view):
+                case Join() if keeps_state:
+                    if await self._claim_name(view, self.record):
+                        break
+                case Join() if await self._claim_name(view, standing.without_state(self.record)):
+                    if self.held is not None and self.held.snapshot is not None:
+                        log.error(
+                            "job %s has begun anew meanwhile; what this node held of it in memory "
+                            "is given up",
+                            self._keys.job,
+                        )
                     break
         assert self.view.secret is not None, "nobody joins without writing or reading the secret"
         return decode_secret(self.view.secret)
@@ -203,11 +219,11 @@ class Membership:
         else:
             await asyncio.sleep(_PREDECESSOR_POLL_S)
 
-    async def _claim_name(self, view: View) -> bool:
+    async def _claim_name(self, view: View, record: NodeRecord) -> bool:
         """Write the node's first record under a new lease; False if the view is out of date."""
         asked_s = time.monotonic()
         lease = Lease.granted(await self._store.grant(self._ttl_s), self._ttl_s, asked_s)
-        record = replace(self.record, lease=lease.id)
+        record = replace(record, lease=lease.id)
         check_record(view, None, record)
         secret = secrets.token_hex(32).encode()
         await self._write_until_known(transactions.join(self._keys, view, record, secret))
@@ -388,7 +404,12 @@ class Membership:
         for name, reason in view.unreadable.items():
             if self.view.unreadable.get(name) != reason:
                 log.warning("%s counts as absent: %s", name, reason)
+        if self.view.secret is not None and view.secret != self.view.secret:
+            # The coordinator has lost them, or other nodes have restored those that it had lost.
+            raise LeaseLost(f"the keys of this run of job {self._keys.job} are gone")
         self.view = view
+        if view.generation is not None:
+            self.held = view
         self._changed.set()
         self._on_change()
 

@@ -40,6 +40,7 @@ from keepstep.elastic.errors import (
 )
 from keepstep.elastic.rendezvous.decide import may_leave
 from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
 from keepstep.transport import Identity
@@ -164,7 +165,7 @@ class Participation:
                     pause_s = min(2 * pause_s, _MOST_REJOIN_S)
         raise AssertionError("unreachable: the stack suppresses nothing")
 
-    def _new_membership(self, record: NodeRecord) -> Membership:
+    def _new_membership(self, record: NodeRecord, held: View | None = None) -> Membership:
         config = self._config
         return Membership(
             self._store,
@@ -176,6 +177,7 @@ class Participation:
             self._snapshots.publish,
             self._secret,
             self._snapshots.announce,
+            held,
         )
 
     async def _join(self) -> None:
@@ -242,7 +244,8 @@ class Participation:
             except ServerGone:
                 await self._snapshots.replace()
             self._snapshots.record(phase=self._node.phase(), step=group.step)
-        self._node.membership = self._new_membership(self._node.membership.record)
+        lost = self._node.membership
+        self._node.membership = self._new_membership(lost.record, lost.held)
 
     async def _mend_server(self) -> bool:
         """Replace a snapshot server that died; False if workers of its generation still drain."""

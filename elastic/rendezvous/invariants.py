@@ -79,6 +79,10 @@ def check_transition(before: View, after: View) -> None:
         return
     if before.revisions == after.revisions:
         return
+    if before.generation is None and before.secret != after.secret:
+        # The job begins, or a node has restored the keys that the coordinator had lost.
+        check_view(after)
+        return
     if None not in (before.leadership, after.leadership) and after.leadership != before.leadership:
         raise InvariantViolated(
             "a leader leads until its lease ends",

@@ -52,14 +52,18 @@ def place(members: Sequence[Member]) -> tuple[Placement, Mapping[str, bytes]]:
             (member.node, member.host, member.nproc, member.agent, member.server, member.domain)
             for member in members[first : first + MEMBERS_PER_CHUNK]
         ]
-        listed = msgspec.json.encode(places)
-        digests.append(_digest(listed))
-        chunks[digests[-1]] = zlib.compress(listed, 9)
+        digests.append(_digest(msgspec.json.encode(places)))
+        chunks[digests[-1]] = encode_chunk(places)
     groups = [member.group for member in members]
     # Groups are dealt in turn, so their differences repeat.
     steps = [groups[0], *(after - before for before, after in pairwise(groups))] if groups else []
     compressed = zlib.compress(msgspec.json.encode(steps), 9)
     return Placement(tuple(digests), base64.b64encode(compressed).decode()), chunks
+
+
+def encode_chunk(places: Sequence[Place]) -> bytes:
+    """Return a chunk of members as it is stored under its digest."""
+    return zlib.compress(msgspec.json.encode(places), 9)
 
 
 def decode_chunk(digest: str, data: bytes) -> tuple[Place, ...]:

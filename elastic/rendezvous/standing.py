@@ -63,6 +63,13 @@ class RemoveFinishedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreJob:
+    """Write the job's keys, which the coordinator has lost, then read again."""
+
+    transactions: tuple[Transaction, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitPredecessor:
     """A node of this name is there: find out whether its agent lives before going on."""
 
@@ -74,18 +81,35 @@ class Join:
     """The name is free: take a lease and write the record."""
 
 
-JoinStep = RemoveFinishedJob | AwaitPredecessor | Join
+JoinStep = RemoveFinishedJob | RestoreJob | AwaitPredecessor | Join
 
 
-def next_join_step(keys: Keys, view: View, record: NodeRecord) -> JoinStep:
+def next_join_step(
+    keys: Keys, view: View, record: NodeRecord, held: View | None = None
+) -> JoinStep:
     """Return what a node does next to become a member.
 
-    The view shows the nodes that the decision needs: one of those present, if there are any, and
-    the one of this name. Each of those present was compared with another one when it joined.
+    Args:
+        keys: the job's keys.
+        view: what every agent follows, and the nodes that the decision needs: one of those
+            present, if there are any, and the one of this name. Each of those present was compared
+            with another one when it joined.
+        record: the node's record.
+        held: the view of the node when it was a member last; None if it was none.
 
     Raises:
-        UsageError: the job's name is taken by a job that runs something else.
+        UsageError: the job's name is taken by a job that runs something else, or the coordinator
+            holds an older state of the job than this node.
     """
+    if held is not None and is_forgotten(view, held):
+        return RestoreJob(transactions.restore_job(keys, view, held))
+    if held is not None and held.secret == view.secret and goes_back(view, held):
+        raise UsageError(
+            f"the coordinator holds generation {view.generation_number} of job {keys.job!r}, this "
+            f"node took part in generation {held.generation_number}: the coordinator's data is an "
+            f"older copy. Delete the keys under {keys.prefix} while this node runs, and the job "
+            "goes on from what its nodes hold; or start it again to go on from storage"
+        )
     if view.result is not None and not view.nodes:
         return RemoveFinishedJob(transactions.remove_finished_job(keys, view))
     for joined in view.nodes.values():
@@ -98,6 +122,23 @@ def next_join_step(keys: Keys, view: View, record: NodeRecord) -> JoinStep:
     if record.node in view.nodes:
         return AwaitPredecessor(view.nodes[record.node].record)
     return Join()
+
+
+def goes_back(view: View, held: View) -> bool:
+    """Whether the coordinator is behind what a node has seen of it: it has lost data.
+
+    Its revision grows by every write, so a smaller one shows that it began anew or is a copy.
+    """
+    return view.revision < held.revision and view.generation_number < held.generation_number
+
+
+def is_forgotten(view: View, held: View) -> bool:
+    """Whether the coordinator has lost the job that a node was a member of, and none runs there.
+
+    The first nodes that come to a new coordinator may have begun the job anew; as long as they have
+    opened no generation, those that hold the job's state decide how it goes on.
+    """
+    return held.generation is not None and view.generation is None and goes_back(view, held)
 
 
 def may_revoke_predecessor(

@@ -12,6 +12,7 @@ Invariants:
 - A leader's action is applied only while the membership that decided has the lead, and while every
   document that leaders write is the version on which it decided.
 - The job's keys are deleted only if nobody has joined since the view on which that was decided.
+- A job's keys are restored only where no generation of the job is open.
 - Members are written before the documents that are about them, under the same conditions; what no
   document is about is of no effect, and is removed when a later generation is opened.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.elastic.rendezvous import actions
 from keepstep.elastic.rendezvous.placements import (
+    encode_chunk,
     encode_commit,
     encode_generation,
     encode_request,
@@ -91,6 +93,38 @@ def join(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transacti
             Put(keys.node(record.node), record.encode(), record.lease),
         ),
     )
+
+
+def restore_job(keys: Keys, view: View, held: View) -> tuple[Transaction, ...]:
+    """Write the documents of a job anew that a coordinator has lost, from what a node knows.
+
+    Requests that were under way are not written: nobody is bound to them any more.
+
+    Args:
+        keys: the job's keys.
+        view: the job as last read, without a generation.
+        held: the view of the node when it was a member last, with a secret and a generation.
+    """
+    assert held.secret is not None, "a member knows the secret"
+    assert held.generation is not None, "without a generation there is nothing to restore"
+    single = keys.single
+    documents = {
+        "secret": held.secret,
+        "generation": encode_generation(held.generation),
+        "snapshot": encode_commit(held.snapshot) if held.snapshot else None,
+        "checkpoint": held.checkpoint.encode() if held.checkpoint else None,
+        "history": held.history.encode() if held.history.recoveries else None,
+        "scale": held.scale.encode() if held.scale else None,
+        "pause": held.pause.encode() if held.pause else None,
+    }
+    operations = (
+        *(Put(keys.chunk(digest), encode_chunk(held.chunks[digest])) for digest in held.chunks),
+        *(Put(keys.placement(n), known.encode()) for n, known in held.placements.items()),
+        *(Put(keys.eviction(node), known.encode()) for node, known in held.evictions.items()),
+        *(Put(single(name), value) for name, value in documents.items() if value is not None),
+    )
+    conditions = tuple(_unchanged(keys, view, name) for name in ("secret", *LEADER_DOCUMENTS))
+    return tuple(Transaction(conditions, part) for part in _parts(keys, operations))
 
 
 def write_record(keys: Keys, record: NodeRecord, modified: int) -> Transaction:

@@ -24,7 +24,7 @@ from keepstep.elastic.rendezvous.view import (
     from_listing,
     without_unlisted_chunks,
 )
-from keepstep.elastic.store.contract import Committed, Listing
+from keepstep.elastic.store.contract import Committed, Delete, Listing
 from keepstep.elastic.store.memory import MemoryStore
 from tests.sim.rules import must
 
@@ -96,6 +96,8 @@ class Coordinator:
         self._read_at = 0
         self.away_until_s = 0.0
         self.is_reliable = False
+        self.losses = 0
+        """How often all keys were lost: what nodes saw before is newer than what is there now."""
 
     @property
     def view(self) -> View:
@@ -155,6 +157,15 @@ class Coordinator:
     def go_away(self, until_s: float) -> None:
         """Answer nobody for a while; the caller cuts off all nodes."""
         self.away_until_s = until_s
+
+    def lose_keys(self) -> None:
+        """Lose all keys and leases, as an etcd that begins anew under the same address."""
+        self.losses += 1
+        self._in_flight.clear()
+        for lease in list(self._store._leases):
+            complete(self._store.revoke(lease))
+        complete(self._store.commit((), (Delete(KEYS.prefix, prefix=True),)))
+        self._fold()
 
     def send(self, transaction: Transaction, sender: Sender) -> Committed:
         """Apply a transaction, or leave its sender in doubt.

@@ -86,6 +86,8 @@ class Node:
         self.leaving_since_s: float | None = None
         self.last_step: int | None = None
         self.secret: bytes | None = None
+        self.held: View | None = None
+        self.held_after_losses = 0
         self.record = NodeRecord(
             node=self.name,
             host="h",
@@ -225,19 +227,23 @@ class Node:
         coordinator, now_s = self.simulation.coordinator, self.simulation.now_s
         if self.joining is None:
             view = coordinator.read()
-            if self.secret is not None:
-                self.record = (
-                    standing.joining_again(view, self.record)
-                    if view.secret == self.secret
-                    else standing.without_state(self.record)
-                )
+            keeps_state = self.secret is None or view.secret == self.secret
+            if self.secret is not None and keeps_state:
+                self.record = standing.joining_again(view, self.record)
+            held = self.held
+            if held is not None and self.held_after_losses < coordinator.losses:
+                # A coordinator that has lost its data counts its revisions anew.
+                held = replace(held, revision=view.revision + 1)
             if self.join_began_s is None:
                 self.join_began_s = now_s
             try:
-                step = standing.next_join_step(KEYS, view, self.record)
+                step = standing.next_join_step(KEYS, view, self.record, held)
                 match step:
                     case standing.RemoveFinishedJob(transaction):
                         self.simulation.delay(transaction, Sender(self.name, 0))
+                    case standing.RestoreJob(parts):
+                        for part in parts:
+                            coordinator.send(part, Sender(self.name, 0))
                     case standing.AwaitPredecessor(predecessor):
                         lives = self.simulation.probe(predecessor)
                         if standing.may_revoke_predecessor(
@@ -247,11 +253,15 @@ class Node:
                             coordinator.revoke(predecessor.lease)
                     case standing.Join():
                         lease = Lease.granted(coordinator.grant(TTL_S), TTL_S, now_s)
+                        if not keeps_state:
+                            self.record = standing.without_state(self.record)
                         record = replace(self.record, lease=lease.id)
                         secret = f"secret of {self.name} at {view.revision}".encode()
                         self.joining = (
                             transactions.join(KEYS, view, record, secret), lease, record
                         )  # fmt: skip
+            except UnknownOutcome:
+                return
             except UsageError:
                 # A person starts it again later, or finds the other one.
                 self.join_began_s = None
@@ -308,6 +318,10 @@ class Node:
         newest = self.simulation.coordinator.view.revision
         is_caught_up = self.simulation.is_calm or self.rng.random() < 0.7
         self.revision = newest if is_caught_up else self.rng.randint(self.revision, newest)
+        if self.view.generation is not None:
+            self.held, self.held_after_losses = self.view, self.simulation.coordinator.losses
+        if self.view.secret != self.secret:
+            raise LeaseLost("the keys of this run of the job are gone")
         if self._led_since() and not self.mirrors_all:
             self.mirrors_all = True
             self.revision = newest

@@ -95,6 +95,7 @@ class Simulation:
         self._servers_at_order: set[str] = set()
         self.left_overdue: set[str] = set()
         """Nodes that have left because their time to leave was up."""
+        self._losses = 0
         self._names = 0
         self._processes = 0
 
@@ -437,7 +438,11 @@ class Simulation:
     def _on_change(self, before: View, after: View) -> None:
         """Compare a revision with what memory and storage hold."""
         if before.generation is not None and after.generation is None:
-            self._forget_job()
+            if self._losses == self.coordinator.losses:
+                self._forget_job()
+            self._losses = self.coordinator.losses
+        elif before.generation is None and after.generation in self.opened.values():
+            must(self.coordinator.losses > 0, "only what was lost is restored")
         elif after.generation is not None and after.generation != before.generation:
             self._check_open(after.generation, before)
             self.opened[after.generation.generation] = after.generation

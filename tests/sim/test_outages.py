@@ -64,3 +64,30 @@ def test_node_whose_snapshot_server_died_takes_part_again_and_its_shards_are_reb
     assert after.resume is not None
     assert after.resume.snapshot.step >= before.snapshot.step
     assert {member.node for member in after.members} == {m.node for m in generation.members}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("newcomers", [0, 1])
+def test_coordinator_that_has_lost_all_keys_learns_from_the_nodes_what_they_hold(
+    seed: int, newcomers: int
+) -> None:
+    """A new one is empty, and a node that comes to it first would begin the job anew."""
+    simulation = running_job(seed)
+    generation = simulation.view.generation
+    assert generation is not None
+    if newcomers:
+        simulation._crash(simulation.nodes[0])
+    told = max(node.told for node in simulation.nodes if node.is_alive and node.told is not None)
+    simulation.coordinator.lose_keys()
+    if newcomers:
+        simulation._start_node(simulation.nodes[0].name)
+        while simulation.view.secret is None:
+            simulation.nodes[-1].step()
+    simulation._run_until(
+        lambda: simulation.view.generation_number > generation.generation, "a generation is opened"
+    )
+    after = simulation.view.generation
+    assert after is not None
+    assert after.resume is not None
+    assert after.resume.snapshot >= told
+    assert not after.resume.stored

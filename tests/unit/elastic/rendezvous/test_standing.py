@@ -6,19 +6,26 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
+from keepstep.elastic.rendezvous.placements import encode_commit, encode_generation, place
 from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
+    Closing,
+    Eviction,
     Generation,
     Leadership,
     Member,
     NodePhase,
     NodeRecord,
+    Pause,
     Result,
+    SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
     Lease,
     RemoveFinishedJob,
+    RestoreJob,
     joining_again,
     led_since,
     may_revoke_predecessor,
@@ -26,8 +33,8 @@ from keepstep.elastic.rendezvous.standing import (
     settle_record,
     without_state,
 )
-from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
-from keepstep.elastic.store.contract import KeyValue, Modified
+from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, apply
+from keepstep.elastic.store.contract import Change, KeyValue, Modified, Put
 
 KEYS = Keys("job")
 RECORD = NodeRecord(
@@ -82,6 +89,69 @@ def test_finished_job_is_removed_only_while_nobody_has_joined_it() -> None:
         Modified(KEYS.single("last_join"), 4),
     }
     assert next_join_step(KEYS, view_of(replace(RECORD, node="b"), result=ended), RECORD) == Join()
+
+
+def held_view(number: int = 3) -> View:
+    """Return what a member of a generation saw at revision 90."""
+    members = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"), Member("b", "h", 2, 2, "h:3", "tcp:h:4"))
+    placement, chunks = place(members)
+    generation = Generation(number, members, "h", 5, "start", parity=0)
+    commit = SnapshotCommit(SnapshotId(number, 41), members, 0)
+    documents = {
+        KEYS.single("secret"): b"ab" * 32,
+        KEYS.placement(number): placement.encode(),
+        KEYS.single("generation"): encode_generation(generation),
+        KEYS.single("snapshot"): encode_commit(commit),
+        KEYS.single("checkpoint"): CheckpointRecord(40, number, "/c", 1.0).encode(),
+        KEYS.single("pause"): Pause("maintenance", 1.0).encode(),
+        KEYS.single("closing"): Closing(number, "lost b", True, 1.0).encode(),
+        KEYS.eviction("c"): Eviction("slow", may_return=True).encode(),
+        **{KEYS.chunk(digest): data for digest, data in chunks.items()},
+    }
+    items = [KeyValue(key, value, created=80, modified=80) for key, value in documents.items()]
+    view = apply(KEYS, View(), [Change(item.key, item, 80) for item in items])
+    return replace(view, revision=90)
+
+
+def test_job_that_a_new_coordinator_does_not_know_is_restored_from_what_a_member_knew() -> None:
+    held = held_view()
+    newcomer = View(revision=6, secret=b"cd" * 32, revisions={"secret": 5})
+    for found in (View(revision=1), newcomer):
+        step = next_join_step(KEYS, found, RECORD, held)
+        assert isinstance(step, RestoreJob)
+        (transaction,) = step.transactions
+        written = [o for o in transaction.operations if isinstance(o, Put)]
+        items = [KeyValue(put.key, put.value, created=7, modified=7) for put in written]
+        restored = apply(KEYS, found, [Change(item.key, item, 7) for item in items])
+        assert restored.secret == held.secret
+        assert restored.generation == held.generation
+        assert restored.snapshot == held.snapshot
+        assert restored.checkpoint == held.checkpoint
+        assert restored.pause == held.pause
+        assert restored.evictions == held.evictions
+        # Members that come back are told by their records; what was asked for binds nobody.
+        assert restored.closing is None
+        # Where the job has begun anew meanwhile, nothing is written.
+        assert set(transaction.conditions) >= {
+            Modified(KEYS.single("secret"), found.revisions.get("secret", 0)),
+            Modified(KEYS.single("generation"), 0),
+        }
+        assert next_join_step(KEYS, replace(restored, revision=8), RECORD, held) == Join()
+
+
+def test_nothing_is_restored_where_the_keys_were_deleted_or_a_generation_is_open() -> None:
+    held = held_view()
+    assert next_join_step(KEYS, View(revision=95), RECORD, held) == Join()
+    other_run = replace(held_view(1), revision=20, secret=b"cd" * 32)
+    assert next_join_step(KEYS, other_run, RECORD, held) == Join()
+    assert next_join_step(KEYS, View(revision=1), RECORD, None) == Join()
+    assert next_join_step(KEYS, View(revision=1), RECORD, View(revision=9)) == Join()
+
+
+def test_node_does_not_join_an_older_copy_of_its_job() -> None:
+    """Its newer snapshots would be given up without a word."""
+    with pytest.raises(UsageError, match=r"holds generation 1 .* part in generation 3.*older copy"):
+        next_join_step(KEYS, replace(held_view(1), revision=50), RECORD, held_view())
 
 
 @pytest.mark.parametrize(
