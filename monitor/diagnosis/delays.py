@@ -25,7 +25,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import Deviations, StepSeries, deviations
+from keepstep.monitor.diagnosis.history import (
+    Deviations,
+    StepSeries,
+    changed_of_two,
+    deviations,
+)
 from keepstep.monitor.diagnosis.robust import median_by
 from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
@@ -112,7 +117,8 @@ def find_slow_links(
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return verdicts on links, senders and receivers by median delays, and which keys deviate."""
     verdicts, hot = judge_cells(history, job, thresholds)
-    return verdicts or _pairs(history, job, thresholds), hot
+    of_pair, has_changed = _pairs(history, job, thresholds)
+    return verdicts or of_pair, hot | has_changed
 
 
 def judge_cells(
@@ -259,34 +265,38 @@ def slow_verdict(
     )
 
 
-def _pairs(history: StepSeries, job: LinkInputs, thresholds: SlowThresholds) -> tuple[Verdict, ...]:
+def _pairs(
+    history: StepSeries, job: LinkInputs, thresholds: SlowThresholds
+) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Judge two links without other peers.
 
-    Which of the two is at fault is inconclusive unless their past shows it.
+    Which of the two is at fault is inconclusive unless their past shows it. Returns also which
+    links may be slower than they were.
     """
+    none_changed = np.zeros(len(history.keys), bool)
     if len(history.keys) != 2:
-        return ()
+        return (), none_changed
     senders, receivers, classes = unpack(history.keys)
     is_same = same_node(senders, receivers, job.nodes)
     if classes[0] != classes[1] or is_same[0] != is_same[1]:
-        return ()
+        return (), none_changed
     difference = history.values[:, 0] - history.values[:, 1]
     difference = difference[~np.isnan(difference)]
     if len(difference) < thresholds.sustained:
-        return ()
+        return (), none_changed
     middle = float(np.median(difference))
     slower = 0 if middle > 0 else 1
     limit = np.log(thresholds.transfer_ratio)
     often = int((difference * np.sign(middle) > limit).sum())
     excess_s = float(np.abs(np.diff(np.exp(np.nanmedian(history.values, axis=0))))[0])
     if often < thresholds.sustained or excess_s < thresholds.cost_s:
-        return ()
-    changed = np.nanmedian(history.values, axis=0) - history.past
+        return (), none_changed
+    changed = changed_of_two(history, slower, limit)
     sentence = (
         f"messages from rank {senders[slower]} to {receivers[slower]} take "
         f"{np.exp(abs(middle)):.1f} times as long as those of the only other link"
     )
-    if changed[slower] > limit and abs(changed[1 - slower]) < limit / 2:
+    if changed[slower] and not changed[1 - slower]:
         subject = link_subject(int(senders[slower]), int(receivers[slower]), job.nodes)
         reason = "the other link has not changed from its past"
         confidence, advice = 0.7, Advice.ALERT
@@ -294,17 +304,16 @@ def _pairs(history: StepSeries, job: LinkInputs, thresholds: SlowThresholds) -> 
         subject = group_subject({*senders.tolist(), *receivers.tolist()}, job.nodes)
         reason = "only two links to compare, and their past shows no cause: inconclusive"
         confidence, advice = 0.3, Advice.OBSERVE
-    return (
-        Verdict(
-            subject=subject,
-            syndrome=Syndrome.COMMUNICATION_SLOW,
-            since_s=job.began_s(0),
-            evidence=(sentence, reason),
-            confidence=confidence,
-            cost_s_per_step=excess_s,
-            advice=advice,
-        ),
+    verdict = Verdict(
+        subject=subject,
+        syndrome=Syndrome.COMMUNICATION_SLOW,
+        since_s=job.began_s(0),
+        evidence=(sentence, reason),
+        confidence=confidence,
+        cost_s_per_step=excess_s,
+        advice=advice,
     )
+    return (verdict,), changed
 
 
 def same_node(first: np.ndarray, second: np.ndarray, nodes: Mapping[int, str]) -> np.ndarray:

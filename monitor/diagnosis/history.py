@@ -10,7 +10,9 @@ and each misses something:
   from the start. If all change together, none deviates.
 
 The past is learnt from steps in which the subject did not deviate, one window later, when that is
-known. It follows slow changes, as of sequence length, at 5 % a step.
+known. It follows slow changes, as of sequence length, at 5 % a step. A step of any window in which
+the subject deviated is never learnt from: a verdict that flickers at its threshold would otherwise
+teach, step by step, that slow is usual.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from keepstep.monitor.diagnosis.robust import MEDIAN_TO_MEAN_ERROR, median_by, s
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
 
 _LEARNING = 0.05
+_OTHERS_SHARE = 1 / 3
+_STAYING_SHARE = 0.5
+"""Share of the limit above which a subject that deviated goes on to: machines that others use vary,
+and a verdict that ends and begins again is read as two faults."""
 _MEAN_TO_SIGMA = 1.2533
 """Standard deviation of normal values over their mean absolute deviation: sqrt(pi / 2)."""
 
@@ -36,6 +42,7 @@ class StepSeries:
         steps: step numbers; shape (steps,).
         values: logarithm of seconds, NaN where not reported; shape (steps, subjects).
         past: logarithm of what each subject used to take, NaN until learnt; shape (subjects,).
+        held: how many more judgements each subject's steps are not learnt from; shape (subjects,).
         drift: mean distance of each subject's window from its past, beyond the distance that all
             have in common; NaN until learnt; shape (subjects,).
         keeps_known: whether subjects with a past are kept while they report nothing, as ranks of a
@@ -47,6 +54,7 @@ class StepSeries:
     values: np.ndarray
     past: np.ndarray
     drift: np.ndarray
+    held: np.ndarray
     keeps_known: bool = False
 
     def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> StepSeries:
@@ -70,6 +78,8 @@ class StepSeries:
         values[-1, np.searchsorted(all_keys, keys)] = np.log(np.maximum(seconds, 1e-9))
         past, drift = np.full((2, len(all_keys)), np.nan)
         past[old_position], drift[old_position] = self.past, self.drift
+        held = np.zeros(len(all_keys), np.int64)
+        held[old_position] = self.held
         values = values[-window:]
         # Others without a value in the window are dropped: this bounds the memory.
         is_present = ~np.isnan(values).all(axis=0) | (self.keeps_known & ~np.isnan(past))
@@ -80,17 +90,20 @@ class StepSeries:
             values=values[:, is_present],
             past=past[is_present],
             drift=drift[is_present],
+            held=held[is_present],
         )
 
     def learn(self, deviating: np.ndarray, thresholds: SlowThresholds) -> StepSeries:
-        """Return the series with each past updated, except of subjects that deviate.
+        """Return the series with each past updated, except of subjects that deviate or did lately.
 
         Args:
             deviating: whether each subject deviates; shape (subjects,).
-            thresholds: the number of steps to learn the past from.
+            thresholds: the number of steps to learn the past from, and of steps in a window.
         """
+        held = np.where(deviating, thresholds.window, np.maximum(self.held - 1, 0))
+        deviating = held > 0
         if len(self.steps) < thresholds.baseline or not len(self.keys):
-            return self
+            return replace(self, held=held)
         middles = _medians(self.values)
         # The oldest step: a deviation that began in newer ones is found before it is the oldest. A
         # single high step is not learnt from either.
@@ -103,7 +116,7 @@ class StepSeries:
             drift[calm] += _LEARNING * (distance[calm] - drift[calm])
         past[fresh], drift[fresh] = middles[fresh], 0.0
         past[calm] += _LEARNING * (learnt[calm] - past[calm])
-        return replace(self, past=past, drift=drift)
+        return replace(self, past=past, drift=drift, held=held)
 
     def growth(self) -> np.ndarray:
         """Return the logarithm of each subject's value over its own past; NaN without a past."""
@@ -126,9 +139,32 @@ NOTHING = StepSeries(
     values=np.zeros((0, 0)),
     past=np.zeros(0),
     drift=np.zeros(0),
+    held=np.zeros(0, np.int64),
 )
 NO_RANKS = replace(NOTHING, keeps_known=True)
 """A series without steps, of which each rank is a subject."""
+
+
+def changed_of_two(history: StepSeries, slower: int, limit: float) -> np.ndarray:
+    """Return which of two subjects without other peers may have changed since their past.
+
+    Args:
+        history: of both.
+        slower: position of the one that is slower than the other.
+        limit: logarithm of the ratio that counts.
+
+    Returns:
+        Whether each may have, shape (2,): none, the slower one, or both, which is inconclusive.
+        What the other one varies by on a busy machine is small beside the slower one's change.
+    """
+    growth = history.growth()
+    changed = np.zeros(2, bool)
+    if np.isnan(growth).any() or growth[slower] - growth[1 - slower] <= limit:
+        return changed
+    own, other = float(growth[slower]), float(growth[1 - slower])
+    changed[slower] = True
+    changed[1 - slower] = own <= limit or abs(other) >= max(limit / 2, _OTHERS_SHARE * own)
+    return changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +221,11 @@ def deviations(
     )
     own = changed - common[:, None]
     baseline_noise = history.baseline_noise()
-    hot_by_peers = _find_deviating(
-        np.where(has_peers, peers, np.nan), least_ratio, baseline_noise, thresholds
+    peers_residuals = np.where(has_peers, peers, np.nan)
+    hot_by_peers, hot_by_past = (
+        _find_deviating(each, least_ratio, baseline_noise, history.held > 0, thresholds)
+        for each in (peers_residuals, own)
     )
-    hot_by_past = _find_deviating(own, least_ratio, baseline_noise, thresholds)
     from_peers = hot_by_peers | (~hot_by_past & has_peers[-1])
     residuals = np.where(from_peers, peers, own)
     ratio = _medians(residuals)
@@ -226,11 +263,16 @@ def _from_peers(
 
 
 def _find_deviating(
-    residuals: np.ndarray, least_ratio: float, baseline_noise: float, thresholds: SlowThresholds
+    residuals: np.ndarray,
+    least_ratio: float,
+    baseline_noise: float,
+    deviated: np.ndarray,
+    thresholds: SlowThresholds,
 ) -> np.ndarray:
     """Return which subjects deviate upwards.
 
-    A subject deviates if it is beyond the noise and the least ratio, in enough steps of the window.
+    A subject deviates if it is beyond the noise and the least ratio, in enough steps of the window;
+    one that has `deviated` in the last window goes on to down to half of that.
     """
     steps = len(residuals)
     if steps < thresholds.sustained:
@@ -250,9 +292,10 @@ def _find_deviating(
     is_usual = is_reported & ~(middles > limit)
     compared = is_usual if 2 * is_usual.sum() >= is_reported.sum() else is_reported
     limit = max(limit, thresholds.sigmas * spread(middles[compared]))
+    limits = np.where(deviated, _STAYING_SHARE * limit, limit)
     with np.errstate(invalid="ignore"):
-        often = (residuals > limit / 2).sum(axis=0) >= thresholds.sustained
-        hot: np.ndarray = (middles > limit) & often
+        often = (residuals > limits / 2).sum(axis=0) >= thresholds.sustained
+        hot: np.ndarray = (middles > limits) & often
     return hot
 
 

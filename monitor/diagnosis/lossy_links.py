@@ -129,10 +129,10 @@ def _by_pair(history: StepSeries) -> tuple[StepSeries, np.ndarray]:
     with np.errstate(invalid="ignore", divide="ignore"):
         known = np.bincount(pair_of, ~np.isnan(history.drift))
         drift = np.bincount(pair_of, np.nan_to_num(history.drift)) / np.where(known, known, np.nan)
-    return (
-        replace(history, keys=keys, values=average(history.values), past=past, drift=drift),
-        pair_of,
-    )
+    held = np.zeros(len(keys), np.int64)
+    np.maximum.at(held, pair_of, history.held)
+    values = average(history.values)
+    return replace(history, keys=keys, values=values, past=past, drift=drift, held=held), pair_of
 
 
 def _shape_of_pairs(

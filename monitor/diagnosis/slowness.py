@@ -25,7 +25,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import NOTHING, Deviations, StepSeries, deviations
+from keepstep.monitor.diagnosis.history import (
+    NOTHING,
+    Deviations,
+    StepSeries,
+    changed_of_two,
+    deviations,
+)
 from keepstep.monitor.diagnosis.robust import MAD_TO_SIGMA, MEDIAN_TO_MEAN_ERROR
 from keepstep.monitor.diagnosis.subjects import gather, group_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
@@ -111,10 +117,11 @@ def find_slow_ranks(job: SlownessInputs, thresholds: SlowThresholds) -> SlowRank
     uneven_ranks: dict[str, set[int]] = defaultdict(set)
     for rank in job.own.keys[uneven].tolist():
         uneven_ranks[job.nodes.get(rank, "")].add(rank)
+    of_pair, has_changed = _pairs(job, roles, step_s, thresholds)
     return SlowRanks(
-        verdicts=(*verdicts, *_pairs(job, roles, step_s, thresholds)),
+        verdicts=(*verdicts, *of_pair),
         ranks=frozenset(job.own.keys[slow].tolist()),
-        changed=changed,
+        changed=changed | has_changed,
         uneven={node: frozenset(ranks) for node, ranks in uneven_ranks.items() if node},
     )
 
@@ -305,17 +312,19 @@ def _main_cause(
 
 def _pairs(
     job: SlownessInputs, roles: np.ndarray, step_s: float, thresholds: SlowThresholds
-) -> tuple[Verdict, ...]:
+) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Judge a pair of ranks of equal role without other peers.
 
-    If they disagree, only their own past can show which one is at fault.
+    If they disagree, only their own past can show which one is at fault. Returns also which ranks
+    of the job may be slower than they were.
     """
+    none_changed = np.zeros(len(job.own.keys), bool)
     if len(job.own.keys) != 2 or roles[0] != roles[1]:
-        return ()
+        return (), none_changed
     difference = job.own.values[:, 0] - job.own.values[:, 1]
     difference = difference[~np.isnan(difference)]
     if len(difference) < thresholds.sustained:
-        return ()
+        return (), none_changed
     middle = float(np.median(difference))
     slower = 0 if middle > 0 else 1
     noise = (
@@ -329,16 +338,15 @@ def _pairs(
     own_s = np.exp(np.nanmedian(job.own.values, axis=0))
     cost_s = float(own_s[slower] - own_s[1 - slower])
     if abs(middle) <= limit or often < thresholds.sustained:
-        return ()
+        return (), none_changed
     if cost_s < max(thresholds.cost_share * step_s, thresholds.cost_s):
-        return ()
-    changed = np.nanmedian(job.own.values, axis=0) - job.own.past
+        return (), none_changed
+    changed = changed_of_two(job.own, slower, limit)
     evidence = [
         f"rank {job.own.keys[at]} has an own time of {own_s[at]:.4f} s a step" for at in (0, 1)
     ]
     since_s = float(job.rows["ended_s"][0, slower])
-    has_past = not np.isnan(changed).any()
-    if has_past and changed[slower] > limit and abs(changed[1 - slower]) < limit / 2:
+    if changed[slower] and not changed[1 - slower]:
         subject = rank_subject(int(job.own.keys[slower]), job.nodes)
         evidence.append("the other has not changed from its own past")
         confidence, advice = 0.6, Advice.ALERT
@@ -346,14 +354,13 @@ def _pairs(
         subject = group_subject(job.own.keys.tolist(), job.nodes)
         evidence.append("only two ranks to compare, and their past shows no cause: inconclusive")
         confidence, advice = 0.3, Advice.OBSERVE
-    return (
-        Verdict(
-            subject=subject,
-            syndrome=Syndrome.NON_COMMUNICATION_SLOW,
-            since_s=since_s,
-            evidence=tuple(evidence),
-            confidence=confidence,
-            cost_s_per_step=cost_s,
-            advice=advice,
-        ),
+    verdict = Verdict(
+        subject=subject,
+        syndrome=Syndrome.NON_COMMUNICATION_SLOW,
+        since_s=since_s,
+        evidence=tuple(evidence),
+        confidence=confidence,
+        cost_s_per_step=cost_s,
+        advice=advice,
     )
+    return (verdict,), changed

@@ -76,9 +76,13 @@ def find_slow_transfers(
     is_costly = deviation.hot & (
         cost_s >= max(thresholds.cost_share * fabric.step_s, thresholds.cost_s)
     )
-    job_verdict = _all_together(history, fabric, counts, thresholds)
-    if job_verdict is not None:
-        return (job_verdict,), np.ones(len(deviation.hot), bool)
+    common_change, is_deviating = _common_change(history), deviation.hot
+    if (common_change > np.log(thresholds.job_transfer_ratio)).sum() >= thresholds.sustained:
+        # Not learnt from, whether the network is blamed for it or machines that are busy.
+        is_deviating = np.ones(len(deviation.hot), bool)
+        job_verdict = _all_together(history, fabric, counts, common_change, thresholds)
+        if job_verdict is not None:
+            return (job_verdict,), is_deviating
     verdicts = []
     for group in np.unique(groups[is_costly]):
         members = np.flatnonzero(groups == group)
@@ -92,7 +96,7 @@ def find_slow_transfers(
         verdicts.append(
             _verdict(subject, confidence, slow, int(worst), history, deviation, cost_s, fabric)
         )
-    return _best(verdicts), deviation.hot
+    return _best(verdicts), is_deviating
 
 
 def _groups(keys: np.ndarray, fabric: TransferInputs) -> np.ndarray:
@@ -202,17 +206,20 @@ def _best(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     )
 
 
+def _common_change(history: StepSeries) -> np.ndarray:
+    """Return for each step the median logarithm of all transfer times over their own past."""
+    rows = [values[~np.isnan(values)] for values in history.values - history.past]
+    return np.array([np.median(values) if len(values) else 0.0 for values in rows])
+
+
 def _all_together(
-    history: StepSeries, fabric: TransferInputs, counts: np.ndarray, thresholds: SlowThresholds
+    history: StepSeries,
+    fabric: TransferInputs,
+    counts: np.ndarray,
+    common_change: np.ndarray,
+    thresholds: SlowThresholds,
 ) -> Verdict | None:
-    """Return a verdict on the job if all communicators are slower than their own past."""
-    changed = history.values - history.past
-    if len(changed) < thresholds.sustained or np.isnan(changed).all():
-        return None
-    rows = [values[~np.isnan(values)] for values in changed]
-    common_change = np.array([np.median(values) if len(values) else 0.0 for values in rows])
-    if (common_change > np.log(thresholds.job_transfer_ratio)).sum() < thresholds.sustained:
-        return None
+    """Return a verdict on the job if its network is why all communicators are slower."""
     if not fabric.own_shift <= thresholds.job_own_ratio:
         return None
     # A step waits for the communicators of one rank, not for all of the job: count each group once.

@@ -18,6 +18,7 @@ from keepstep.monitor.diagnosis.tables import MESSAGE, fold_messages
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds, Thresholds
 from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers, transfer_keys
 from keepstep.monitor.records import Communicator, JobRecords
+from keepstep.monitor.verdicts import Verdict
 from tests.unit.monitor.diagnosis.trace_text import parse
 
 NODES = {rank: f"n{rank}" for rank in range(6)}
@@ -165,6 +166,45 @@ def test_node_in_all_slow_and_no_fast_communicators_is_named() -> None:
     )
     verdicts, _ = find_slow_transfers(history, inputs, SlowThresholds())
     assert [str(verdict.subject) for verdict in verdicts] == ["node a (ranks 0, 1)"]
+
+
+def test_past_of_one_of_two_links_learns_no_slow_messages() -> None:
+    """The slow link became the norm, and with it the verdict inconclusive."""
+    keys = link_keys(np.array([0, 1]), np.array([1, 0]), np.full(2, 15))
+    history, thresholds, named = NOTHING, SlowThresholds(), set[str]()
+    for step in range(200):
+        slow_s = 0.05 if step >= 30 else 0.005
+        history = history.push(step, keys, np.array([slow_s, 0.005]), thresholds.window)
+        inputs = LinkInputs(counts={}, nodes=NODES, step_s=0.1, since_s=[float(step)])
+        verdicts, hot = find_slow_links(history, inputs, thresholds)
+        history = history.learn(hot, thresholds)
+        if step >= 45:
+            named.add(", ".join(str(verdict.subject) for verdict in verdicts))
+    assert named == {"link 0 -> 1"}
+
+
+def test_past_of_collectives_learns_nothing_while_machines_are_busy_too() -> None:
+    world = {1: Communicator(1, "world", (0, 1, 2))}
+    keys, history, thresholds = (
+        transfer_keys(np.array([1]), np.array([20])),
+        NOTHING,
+        SlowThresholds(),
+    )
+    verdicts: tuple[Verdict, ...] = ()
+    for step in range(200):
+        took_s = 0.4 if step >= 30 else 0.05
+        history = history.push(step, keys, np.array([took_s]), thresholds.window)
+        inputs = TransferInputs(
+            communicators=world,
+            nodes=NODES,
+            counts={},
+            step_s=1.0,
+            own_shift=2.0 if 40 <= step < 190 else 1.0,
+            since_s=[float(step)],
+        )
+        verdicts, deviating = find_slow_transfers(history, inputs, thresholds)
+        history = history.learn(deviating, thresholds)
+    assert [str(verdict.subject) for verdict in verdicts] == ["the whole job"]
 
 
 def test_messages_recorded_before_clock_alignment_use_one_sides_duration() -> None:

@@ -36,3 +36,15 @@ def test_rank_without_a_past_is_not_kept() -> None:
             step, BOTH if step == 0 else ONE, np.full(2 if step == 0 else 1, 1), 10
         )
     assert series.keys.tolist() == [1]
+
+
+def test_no_step_of_a_window_in_which_a_subject_deviated_is_learnt_from() -> None:
+    series, thresholds = NO_RANKS, SlowThresholds()
+    for step in range(20):
+        series = series.push(step, BOTH, np.array([0.1, 0.2]), thresholds.window)
+        series = series.learn(np.zeros(2, bool), thresholds)
+    for step in range(20, 200):
+        series = series.push(step, BOTH, np.array([0.1, 0.4]), thresholds.window)
+        # It is found in one window of ten: the verdict flickers.
+        series = series.learn(np.array([False, step % 10 == 0]), thresholds)
+    assert np.allclose(np.exp(series.past), [0.1, 0.2])

@@ -159,6 +159,29 @@ def test_rank_that_deviates_from_its_past_is_named_of_two() -> None:
     assert summarize(readings[-1][1]) == ["non-communication slow: rank 1 on a"]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_slow_rank_is_named_for_as_long_as_it_is_slow(ranks: int, seed: int) -> None:
+    """A minute later it had become the norm: its past had learnt the slow steps."""
+    rng = noisy(seed, 0.08)
+    trace = job(
+        220,
+        lambda rank, step: (
+            0.2
+            * rng.lognormal(0, 0.08)
+            * (2 if rank == 1 and step > 40 else 1)
+            # The machine is shared, and its speed wanders.
+            * (1 + 0.1 * np.sin(step / 20 + rank))
+        ),
+        ranks=ranks,
+        per_node=1,
+    )
+    held = [summarize(verdicts) for _, verdicts in follow(trace)]
+    first = next(index for index, names in enumerate(held) if names)
+    assert len(held) - first > 45
+    assert {*map(tuple, held[first + 3 :])} == {("non-communication slow: rank 1 on b",)}
+
+
 def test_stages_that_do_other_work_are_not_peers() -> None:
     # Ranks 6 and 7 call one more operation and work longer; compared with the others they would be
     # slow.
