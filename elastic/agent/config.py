@@ -33,6 +33,7 @@ class AgentConfig:
         spares: how many spare processes are kept warm.
         limits: the snapshot server's rates.
         is_recorded: whether workers record themselves for `keepstep monitor`.
+        serves_coordinator: whether the coordinator runs here, and ends with this agent.
     """
 
     job: str
@@ -52,3 +53,4 @@ class AgentConfig:
     spares: int = 1
     limits: RateLimits = field(default_factory=RateLimits)
     is_recorded: bool = False
+    serves_coordinator: bool = False

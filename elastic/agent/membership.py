@@ -157,6 +157,8 @@ class Membership:
         self.view = View()
         self.held = held
         """The newest view of this node that had a generation."""
+        self.outage = ""
+        """Why the coordinator has not answered for longer than a lease; "" if it has."""
         self._logged = (0, "")
 
     @property
@@ -419,7 +421,6 @@ class Membership:
         Raises:
             LeaseLost: it has ended, or the coordinator was away for longer than the job waits.
         """
-        is_away = False
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS_PER_TTL)
             asked_s = time.monotonic()
@@ -431,18 +432,16 @@ class Membership:
                     raise LeaseLost(
                         f"node {self.record.node} could not renew its lease: {error}"
                     ) from None
-                if not is_away and now_s >= self._lease.until_s:
-                    is_away = True
-                    log.warning(
-                        "%s; training goes on, but until the coordinator answers nothing is "
-                        "stored and no loss is repaired",
-                        error,
-                    )
+                if now_s >= self._lease.until_s:
+                    self._set_outage(str(error))
                 continue
-            if is_away:
-                is_away = False
-                log.warning("the coordinator answers again; training was not stopped")
+            self._set_outage("")
             self._lease = self._lease.renewed(ttl_s, asked_s)
+
+    def _set_outage(self, outage: str) -> None:
+        if bool(outage) != bool(self.outage):
+            self.outage = outage
+            self._on_change()
 
     async def _write(self) -> None:
         """Write the record whenever it has changed."""

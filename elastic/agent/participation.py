@@ -39,7 +39,7 @@ from keepstep.elastic.errors import (
     UsageError,
 )
 from keepstep.elastic.rendezvous.decide import may_leave
-from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import Failure, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -93,6 +93,7 @@ class Participation:
         self._departure = departure
         self._wake = wake
         self._secret: bytes | None = None
+        self._reported_outage = ""
         self._node = LocalNode(
             config,
             WorkerGroup(
@@ -121,6 +122,7 @@ class Participation:
                 lease=0,
                 digest=config.digest,
                 domain=config.domain,
+                serves_coordinator=config.serves_coordinator,
             )
         )
 
@@ -350,9 +352,18 @@ class Participation:
         if not self._node.worker_group.workers:
             self._node.worker_group.warm_up()
         await self._follower.follow()
+        self._report_outage()
         self._node.worker_group.start_spares()
         self._updates.update()
         return False
+
+    def _report_outage(self) -> None:
+        """Say once what an outage of the coordinator stops, and when it is over."""
+        outage, failure = self._node.membership.outage, self._node.worker_group.failure
+        found = describe_outage(outage, failure, self._config.policy.quorum_timeout_s)
+        if found != self._reported_outage:
+            log.warning("%s", found or "the coordinator answers again")
+            self._reported_outage = found
 
     def _is_ready_to_leave(self) -> bool:
         view = self._node.membership.view
@@ -374,6 +385,29 @@ class Participation:
                 self._config.grace_s,
             )
         return self._is_overdue
+
+
+def describe_outage(outage: str, failure: Failure | None, waits_s: float) -> str:
+    """Return what an outage of the coordinator stops on a node; "" if there is no outage.
+
+    Args:
+        outage: why the coordinator does not answer; "" if it does.
+        failure: what has ended the generation on this node; None if it trains.
+        waits_s: how long the node waits for the coordinator.
+    """
+    if not outage:
+        return ""
+    if failure is None:
+        return (
+            f"{outage}; training goes on, but until the coordinator answers nothing is stored and "
+            "no loss is repaired"
+        )
+    return (
+        f"training stands still ({failure.summary}): no loss is repaired while the coordinator "
+        f"does not answer ({outage}). Start it again, where a node served it by running that "
+        f"node's line again, within {waits_s:.0f} s: until then this node keeps its newest "
+        "snapshot in memory, and training goes on from there"
+    )
 
 
 def _cause_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -116,12 +116,13 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             spares=start.options["spares"],
             limits=start.limits,
             is_recorded=start.options["monitor"],
+            serves_coordinator=found.is_own,
         )
         log.info("job %s on %s", job, found.address.url)
         if found.is_own and start.policy.max_nodes > 1:
             log.warning(
-                "this node serves the coordinator: if it is lost, so is the job; "
-                "--store with an etcd of its own outlives any node"
+                "this node serves the coordinator: if it is lost, training stands still until its "
+                "line is run again; --store with an etcd of its own outlives any node"
             )
         failure: JobFailed | None = None
         succeeded = False

@@ -72,6 +72,11 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
         lines.append(
             f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}"
         )
+        lines += [
+            f"training stands still without {node}, which serves the coordinator"
+            for node, joined in view.nodes.items()
+            if joined.record.serves_coordinator and len(view.nodes) > 1
+        ]
     lines += _describe_restored_state(state["restored_state"])
     lines += _describe_replicas(state["replicas"])
     lines += _describe_intervals(state["intervals"])

@@ -32,6 +32,7 @@ class LossForecast:
 
     Attributes:
         lost: these nodes.
+        serving: those of them that serve the coordinator: nothing goes on before it is back.
         has_place: whether one of them is a member of the generation; else nothing changes.
         members: the nodes of the next generation, in the order of ranks; none if it must wait.
         taking_over: those of them that are on standby now.
@@ -47,6 +48,7 @@ class LossForecast:
 
     lost: tuple[str, ...]
     has_place: bool
+    serving: tuple[str, ...] = ()
     members: tuple[str, ...] = ()
     taking_over: tuple[str, ...] = ()
     world_size: int = 0
@@ -81,7 +83,8 @@ def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForec
         raise UsageError(
             "nobody knows yet what the job would do: it has no generation; ask again once it trains"
         )
-    if all(generation.member(node) is None for node in names):
+    serving = tuple(node for node in names if view.nodes[node].record.serves_coordinator)
+    if not serving and all(generation.member(node) is None for node in names):
         return LossForecast(lost=names, has_place=False)
     known = _with_committed(view)
     after = replace(known, nodes={n: j for n, j in known.nodes.items() if n not in names})
@@ -93,6 +96,8 @@ def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForec
     forecast = LossForecast(
         lost=names,
         has_place=True,
+        serving=serving,
+        waits_s=limits.waits_s if serving else 0.0,
         step=step,
         source=source,
         repeated_steps=_newest_step(view) - step,
@@ -117,6 +122,13 @@ def describe_forecast(forecast: LossForecast) -> str:
         return f"without {lost}, nothing changes: {lost} {verb} on standby"
     steps = f"{forecast.repeated_steps} step{'s' if forecast.repeated_steps != 1 else ''}"
     resumes = f"from {forecast.source}; {steps} would be computed again"
+    if forecast.serving:
+        server = forecast.serving[0]
+        return (
+            f"without {lost}, training would stand still: {server} serves the coordinator. The "
+            f"other nodes would wait {forecast.waits_s:.0f} s for it, and then end\n"
+            f"run the line of {server} again within that time: it would go on {resumes}"
+        )
     if not forecast.members:
         wanted = (
             f"{forecast.missing_nodes} more node{'s' if forecast.missing_nodes != 1 else ''}"

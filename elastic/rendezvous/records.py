@@ -243,6 +243,7 @@ class NodeRecord(Record):
             learns of no newer one: it is fenced, or has drained.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
         checkpoint_compression: how they are compressed; None: not at all.
+        serves_coordinator: its agent runs the coordinator, which ends with it.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
         snapshot_cost_s: seconds that each of these snapshots costs the training.
     """
@@ -282,6 +283,7 @@ class NodeRecord(Record):
     max_ranks: int = 0
     committed: SnapshotId | None = None
     fitting_ranks: str = ""
+    serves_coordinator: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what nobody could read later. Raises ValueError."""

@@ -198,6 +198,7 @@ def without_state(record: NodeRecord) -> NodeRecord:
         digest=record.digest,
         domain=record.domain,
         leaving=record.leaving,
+        serves_coordinator=record.serves_coordinator,
     )
 
 

@@ -13,12 +13,12 @@ import pytest
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
-from keepstep.elastic.agent.participation import Participation
+from keepstep.elastic.agent.participation import Participation, describe_outage
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
-from keepstep.elastic.rendezvous.records import Result
+from keepstep.elastic.rendezvous.records import Failure, FailureKind, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Committed, Created, Delete, Modified, Put, Store
 from keepstep.elastic.store.memory import MemoryStore
@@ -329,3 +329,14 @@ def test_node_that_is_to_leave_does_not_wait_longer_than_its_grace_for_the_coord
 
     play(scenario())
     assert caplog.messages[-1] == "left without joining again: no answer"
+
+
+def test_outage_in_which_a_node_stands_still_is_told_with_what_ends_it() -> None:
+    """Who was left said for minutes that training goes on, without a step."""
+    failure = Failure(FailureKind.PEER, "a collective of rank 1 broke\nTraceback", 1.0, 1)
+    assert describe_outage("", failure, 600.0) == ""
+    goes_on = describe_outage("no answer from etcd", None, 600.0)
+    assert "training goes on" in goes_on
+    stands = describe_outage("no answer from etcd", failure, 600.0)
+    assert stands.startswith("training stands still (a collective of rank 1 broke): ")
+    assert "running that node's line again, within 600 s" in stands

@@ -7,6 +7,7 @@ the present members of the current generation. A rank stands for the node that h
 
     policy nodes 2-4, last call 2 s, quorum 60 s, restarts 2, parity 1, groups of 8   (part or all)
     a joins with 2 workers [in rack r1] [cold]  takes a lease; `cold`: its workers still warm up
+    a serves the coordinator          it runs there
     a is warm                            its workers can start at once
     a enters                             puts its workers into the current generation
     a runs [restored from parity]        every worker of it has completed a step
@@ -288,6 +289,9 @@ class Case:
         """Carry out one node's part of a line."""
         if found := re.fullmatch(r"joins? with (\d+) workers?(?: in rack (\w+))?( cold)?", what):
             self._join(node, int(found[1]), domain=found[2] or "", warm=not found[3])
+            return
+        if what == "serves the coordinator":
+            self._write(self._record(node), serves_coordinator=True)
             return
         if what in ("returns", "return"):
             number = self.view.generation_number
