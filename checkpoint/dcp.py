@@ -15,6 +15,7 @@ as pickles in memory.)
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import uuid
 from collections import defaultdict
@@ -51,8 +52,9 @@ from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.source import BoxRequest
-from keepstep.checkpoint.live.optimizer_options import is_json
+from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 from keepstep.checkpoint.live.provenance import provenance
+from keepstep.checkpoint.live.storable import check_fillable, check_storable, check_text
 from keepstep.checkpoint.live.tensors import (
     as_bytes,
     copyable,
@@ -169,21 +171,22 @@ class Writer(StorageWriter):
         items: dict[str, list[WriteItem]] = defaultdict(list)
         results = []
         for item in plan.items:
+            check_text(item.index.fqn)
             if item.type == Kind.BYTE_IO:
                 results.append(WriteResult(item.index, 0, {"value": _value(planner, item)}))
             else:
                 items[item.index.fqn].append(item)
-        resolved: dict[int, torch.Tensor] = {}
+        # Whatever cannot be stored is refused before anything is written.
+        tensors = {id(item): _tensor(planner, item) for item in itertools.chain(*items.values())}
+        copies: dict[int, torch.Tensor] = {}
 
         def read_box(key: str, box: Box) -> npt.NDArray[np.uint8]:
             for item in items[key]:
                 shard_box = _box(item)
                 if box.is_within(shard_box):
-                    if id(item) not in resolved:
-                        data = planner.resolve_data(item)
-                        assert isinstance(data, torch.Tensor)
-                        resolved[id(item)] = data.detach().cpu()
-                    part = plain(resolved[id(item)][box.within(shard_box).slices])
+                    if id(item) not in copies:
+                        copies[id(item)] = tensors[id(item)].cpu()
+                    part = plain(copies[id(item)][box.within(shard_box).slices])
                     return np.frombuffer(as_bytes(part), np.uint8).reshape(
                         *box.shape, part.element_size()
                     )
@@ -319,7 +322,10 @@ class Reader(StorageReader):
                 data.seek(0)
                 planner.load_bytes(item, data)
                 continue
-            target = planner.resolve_tensor(item).detach()
+            target = planner.resolve_tensor(item)
+            check_storable(name, target)
+            check_fillable(name, target)
+            target = target.detach()
             targets.append((item, target))
             dtype = torch_dtype(self._source.tensors[name].dtype)
             is_direct = is_plain(target) and target.dtype == dtype
@@ -368,14 +374,28 @@ def _box(item: WriteItem) -> Box:
 def _entry(item: WriteItem) -> Entry:
     assert item.tensor_data is not None
     box, dtype = _box(item), item.tensor_data.properties.dtype
+    try:
+        name = dtype_name(dtype)
+    except LayoutMismatch as error:
+        raise LayoutMismatch(f"{item.index.fqn}: {error}") from None
     return Entry(
         key=item.index.fqn,
-        dtype=dtype_name(dtype),
+        dtype=name,
         global_shape=tuple(item.tensor_data.size),
         box=box,
         byte_offset=0,
         nbytes=box.size * dtype.itemsize,
     )
+
+
+def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor), "other values have another type of item"
+    name = item.index.fqn
+    check_storable(name, data)
+    if data.is_meta and data.numel():
+        raise LayoutMismatch(f"{name} is on the meta device and has no elements to store")
+    return data.detach()
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> Json:
@@ -387,10 +407,10 @@ def _value(planner: SavePlanner, item: WriteItem) -> Json:
             "DefaultSavePlanner"
         )
     value = lookup(item.index)
-    if not is_json(value):
+    obstacle = obstacle_to_json(value)
+    if obstacle is not None:
         raise LayoutMismatch(
-            f"{item.index.fqn}: a {type(value).__name__} cannot be stored; pass tensors and JSON "
-            "values"
+            f"{item.index.fqn}: {obstacle} cannot be stored; pass tensors and JSON values"
         )
     return value
 

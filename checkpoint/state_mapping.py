@@ -21,9 +21,10 @@ from keepstep.checkpoint.layout.descriptions import (
 from keepstep.checkpoint.layout.documents import CONFIG, VALUES
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
-from keepstep.checkpoint.live.optimizer_options import is_json
+from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config
+from keepstep.checkpoint.live.storable import check_text
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,
@@ -114,18 +115,20 @@ def _walk(
 ) -> None:
     for name, value in state.items():
         key = f"{prefix}{name}"
+        check_text(key)
         if isinstance(value, torch.Tensor):
             tensors += fused.describe(key, value)
         elif isinstance(value, FlatFragment):
             tensors += value.describe(key)
         elif isinstance(value, Mapping):
             _walk(value, f"{key}/", fused, tensors, values)
-        elif is_json(value):
+        elif prefix or not isinstance(value, nn.Module | Optimizer):
+            obstacle = obstacle_to_json(value)
+            if obstacle is not None:
+                raise LayoutMismatch(
+                    f"{key}: {obstacle} cannot be stored; pass tensors, flat fragments, JSON "
+                    "values and mappings of them, and the module and its optimizers at the top "
+                    "level"
+                )
             _check_free(key, values)
             values[key] = value
-        elif prefix or not isinstance(value, nn.Module | Optimizer):
-            raise LayoutMismatch(
-                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, flat fragments, "
-                "JSON values and mappings of them, and the module and its optimizers at the top "
-                "level"
-            )

@@ -19,6 +19,7 @@ from typing import Any
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.names import is_text
 
 _TUPLE = "$tuple"
 _PAIRS = "$pairs"
@@ -52,6 +53,8 @@ def _encode(
 ) -> Json:
     if depth > _MOST_DEPTH:
         raise LayoutMismatch(f"{name} contains itself, or is nested more than {_MOST_DEPTH} deep")
+    if isinstance(value, str) and not is_text(value):
+        raise LayoutMismatch(f"{name}: {value!a} cannot be stored: it has half of a surrogate pair")
     if value is None or isinstance(value, bool | int | float | str):
         return value
 
@@ -74,7 +77,7 @@ def _encode(
     if type(value) in (dict, OrderedDict):
         assert isinstance(value, dict)
         if type(value) is dict and all(
-            isinstance(key, str) and not key.startswith("$") for key in value
+            isinstance(key, str) and not key.startswith("$") and is_text(key) for key in value
         ):
             return {
                 key: _encode(f"{name}[{key!r}]", item, encode_other, depth + 1)

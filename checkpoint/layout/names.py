@@ -58,3 +58,12 @@ def check_keys(keys: Collection[str]) -> None:
             group = "/".join(parts[:depth])
             if group in known:
                 raise ValueError(f"{group!r} is a tensor, so {key!r} cannot lie inside it")
+
+
+def is_text(value: str) -> bool:
+    """Return whether UTF-8 can encode a text: it has no half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

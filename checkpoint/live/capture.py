@@ -26,6 +26,7 @@ from keepstep.checkpoint.layout.descriptions import (
     describing_documents,
 )
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED, WITHOUT_SLOTS
+from keepstep.checkpoint.layout.names import is_text
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.averages import averages_in, stored_averages
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
@@ -41,6 +42,7 @@ from keepstep.checkpoint.live.optimizer_rest import (
     tells_its_state,
 )
 from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots, slots_of
+from keepstep.checkpoint.live.storable import check_fillable, check_storable
 from keepstep.checkpoint.live.tensor_values import SlotEncoder, has_other_strides
 from keepstep.checkpoint.live.tensors import (
     LiveState,
@@ -54,6 +56,7 @@ from keepstep.checkpoint.live.tensors import (
 
 _LOCAL = operator.attrgetter("_local_tensor")
 _PARAMETERS = operator.itemgetter("params")
+_SCALAR = bool | int | float | str | None
 
 _Specs = Mapping[str, TensorSpec]
 
@@ -113,7 +116,7 @@ class _ScannedState:
         encoded: optimizer slots that are neither tensors nor numbers, as JSON, by document key.
         sized: all dictionaries that hold tensors or modules.
         sizes: the number of items in each of `sized`.
-        empty: places without a tensor that may get one, as (dictionary, key).
+        empty: places without a tensor that may get one or another value, as (dictionary, key).
         groups: optimizer groups, with the names of their parameters, and the optimizer.
         without_slots: names of parameters of which no rank has slots.
         optimizers: the objects that the optimizers consist of.
@@ -146,7 +149,7 @@ class _ScannedState:
             not self.is_derived
             and all(optimizer.is_current for optimizer in self.optimizers)
             and list(map(len, self.sized)) == self.sizes
-            and not any(isinstance(holder.get(name), torch.Tensor) for holder, name in self.empty)
+            and all(isinstance(holder.get(name), _SCALAR) for holder, name in self.empty)
             and all(map(operator.is_, map(dict.get, self.containers, self.names), self.held))
             and all(map(operator.is_, map(_LOCAL, self.sharded), self.shards))
         )
@@ -241,6 +244,9 @@ class LiveStateReader:
     def _scan(self) -> _ScannedState:
         parameters = ModelParameters(self._model, self._descriptions)
         state, containers = self._model_state(parameters)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                check_storable(f"model/{name}", local_of(value))
         self._tied = _tied_names(state)
         live: list[LiveTensor] = []
         places: list[tuple[dict[str, Any], str, torch.Tensor | nn.Module | None]] = []
@@ -289,6 +295,7 @@ class LiveStateReader:
                 for slot, value in slots.items():
                     names = parameters.shapes(parameter)
                     if isinstance(value, torch.Tensor):
+                        check_storable(_slot_key(parameters, parameter, slot), local_of(value))
                         places.append((slots, slot, value))
                         live += parameters.describe_slot(parameter, slot, value)
                         if has_other_strides(value, parameter):
@@ -296,7 +303,7 @@ class LiveStateReader:
                             encoded |= dict.fromkeys(
                                 (f"{name}/{slot}" for name in names), noted.encode_tensor(value)
                             )
-                    elif value is None or isinstance(value, bool | int | float | str):
+                    elif isinstance(value, _SCALAR) and is_text(str(value)):
                         scalars += [(f"{name}/{slot}", slots, slot) for name in names]
                         empty.append((slots, slot))
                     elif names and not isinstance(value, PendingRest):
@@ -309,6 +316,8 @@ class LiveStateReader:
                         for inner, tensor in encoder.tensors.items():
                             live += parameters.describe_slot(parameter, inner, tensor)
         check_disjoint(live)
+        for described in live:
+            check_fillable(described.key, described.data)
         sharded = tuple(held for *_, held in places if isinstance(held, DTensor))
         return _ScannedState(
             live=tuple(live),
@@ -368,6 +377,10 @@ def _rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
     """Return what an optimizer's `state_dict` has beside slots and groups, or is about to get."""
     pending = pending_of(optimizer)
     return rest_of(optimizer, parameters) if pending is None else pending.rest
+
+
+def _slot_key(parameters: ModelParameters, parameter: torch.Tensor, slot: str) -> str:
+    return f"optim/{next(iter(parameters.names(parameter)), '')}/{slot}"
 
 
 def _containers_by_name(

@@ -22,6 +22,7 @@ from keepstep.checkpoint.live.flat_parameters import (
     reshard,
 )
 from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.storable import check_initialized
 from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, placed_like
 
 
@@ -65,12 +66,12 @@ class ModelParameters:
         reshard(model, self.units)
         self._fused = FusedTensors(descriptions)
         self.clean = name_cleaner(model)
-        self._names = {
-            id(parameter): self.clean(name)
-            for name, parameter in reversed(list(model.named_parameters()))
-        }
+        named = list(model.named_parameters())
+        for name, parameter in named:
+            check_initialized(f"model/{self.clean(name)}", parameter)
+        self._names = {id(parameter): self.clean(name) for name, parameter in reversed(named)}
         self._parameters: dict[str, torch.Tensor] = {
-            self.clean(name): parameter for name, parameter in model.named_parameters()
+            self.clean(name): parameter for name, parameter in named
         }
         self._ranges: dict[int, tuple[HeldRange, ...]] = {
             id(parameter): ranges for unit in self.units for parameter, ranges in unit.holders()

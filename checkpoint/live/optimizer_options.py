@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import stored_parameter
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
 from keepstep.checkpoint.layout.encoded_values import Decoder, slots_within
-from keepstep.checkpoint.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.layout.names import MODEL_PREFIX, is_text
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_rest import REST, load_rest
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
@@ -145,10 +146,19 @@ def _set_values(slots: dict[str, Any], stored: Mapping[str, Json], decoder: Deco
     slots.update(values)
 
 
-def is_json(value: Any) -> bool:
-    """Return whether a value can be stored in a document."""
+def obstacle_to_json(value: Any) -> str | None:
+    """Return what of a value cannot be stored in a document, in words; None if all of it can."""
+    if isinstance(value, str):
+        return None if is_text(value) else f"{value!a}, half of a surrogate pair,"
+    if value is None or isinstance(value, bool | int | float):
+        return None
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_json(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(is_json(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
+        other = next((key for key in value if not isinstance(key, str)), None)
+        if other is not None:
+            return f"a mapping with a {type(other).__name__} as key"
+        parts: Iterable[Any] = itertools.chain(value, value.values())
+    elif isinstance(value, list | tuple):
+        parts = value
+    else:
+        return f"a {type(value).__name__}"
+    return next((found for part in parts if (found := obstacle_to_json(part)) is not None), None)

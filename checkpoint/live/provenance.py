@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.release import release_of
-from keepstep.checkpoint.live.optimizer_options import is_json
+from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 
 
 def provenance(tensors: Iterable[torch.Tensor], *, world_size: int, now: datetime) -> Json:
@@ -41,10 +41,11 @@ def checked_config(config: Json) -> Json:
     Raises:
         LayoutMismatch: it is not JSON.
     """
-    if not is_json(config):
+    obstacle = obstacle_to_json(config)
+    if obstacle is not None:
         raise LayoutMismatch(
-            f"config: a {type(config).__name__} that is not JSON cannot be stored; pass mappings "
-            "with texts as keys, lists, texts, numbers, booleans and None"
+            f"config: {obstacle} cannot be stored; pass mappings with texts as keys, lists, texts, "
+            "numbers, booleans and None"
         )
     return config
 

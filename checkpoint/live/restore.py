@@ -37,6 +37,7 @@ from keepstep.checkpoint.live.optimizer_rest import (
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.part_slices import check_parts
 from keepstep.checkpoint.live.source_match import Origin, SourceMatcher
+from keepstep.checkpoint.live.storable import check_fillable
 from keepstep.checkpoint.live.tensor_values import new_tensor
 from keepstep.checkpoint.live.tensors import (
     LiveState,
@@ -427,6 +428,7 @@ def plan_fills(
         origin = origins[tensor.key]
         if origin is None or tensor.box.size == 0:
             continue
+        check_fillable(tensor.key, tensor.data)
         if tensor.data.device.type == "meta":
             raise LayoutMismatch(
                 f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"

@@ -19,6 +19,7 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, overlapping
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.placement import local_box
+from keepstep.checkpoint.live.storable import check_storable
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "bool",
@@ -71,7 +72,16 @@ class LiveTensor:
         )
 
     def entry(self, byte_offset: int = 0) -> Entry:
-        """Return what this rank holds of the tensor, as bytes that begin at this place."""
+        """Return what this rank holds of the tensor, as bytes that begin at this place.
+
+        Raises:
+            LayoutMismatch: it is on the meta device, or the format cannot store its data type.
+        """
+        if self.data.is_meta and self.box.size:
+            raise LayoutMismatch(
+                f"{self.key} is on the meta device and has no elements to store; give it memory "
+                "with to_empty(), and values, before"
+            )
         return Entry(
             key=self.key,
             dtype=self.dtype,
@@ -155,8 +165,10 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     """Return this rank's box of a tensor, sharded or not; the rank is in the tensor's mesh.
 
     Raises:
-        LayoutMismatch: the local shard's shape contradicts the placements, or these are not boxes.
+        LayoutMismatch: the tensor cannot be stored, the local shard's shape contradicts the
+            placements, or these are not boxes.
     """
+    check_storable(key, local_of(tensor))
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
@@ -237,12 +249,17 @@ def copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a plain tensor (see `is_plain`), writable."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return _flat(tensor.detach()).view(torch.uint8).numpy().data
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements in C order as bytes, in the CPU; it may share the memory."""
-    return plain(tensor).reshape(-1).view(torch.uint8)
+    return _flat(plain(tensor)).view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor's memory, 1-D. That of one element is plain with any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.names import is_text
 from keepstep.elastic.errors import UsageError
 
 _PAIRS = "$pairs"
@@ -46,6 +47,10 @@ def to_json_value(name: str, value: Any) -> Json:
         UsageError: the value contains another type, or a larger tensor; the message names the
             place.
     """
+    if isinstance(value, str) and not is_text(value):
+        raise UsageError(
+            f"{name} is {value!a}, which cannot be saved: it has half of a surrogate pair"
+        )
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -54,7 +59,7 @@ def to_json_value(name: str, value: Any) -> Json:
         items = [to_json_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        if all(isinstance(key, str) and not key.startswith("$") and is_text(key) for key in value):
             return {key: to_json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
         return {
             _PAIRS: [
@@ -68,13 +73,26 @@ def to_json_value(name: str, value: Any) -> Json:
         return to_json_value(name, value.item())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {_ARRAY: [value.dtype.str, list(value.shape), _encode(name, value)]}
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+    if isinstance(value, torch.Tensor) and _has_elements(value):
         dtype = str(value.dtype).removeprefix("torch.")
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # One element counts as contiguous with any stride, and then is not viewed as bytes.
+        copied = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        flat = copied.reshape(-1).view(torch.uint8).numpy()
         return {_TENSOR: [dtype, list(value.shape), _encode(name, flat)]}
     raise UsageError(
         f"{name} is of type {type(value).__name__}, which cannot be saved; "
         "state_dict() may hold numbers, strings, lists and dictionaries, or only tensors"
+    )
+
+
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie in memory of the CPU as its strides say."""
+    return (
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
     )
 
 

@@ -331,4 +331,5 @@ def _repair(divergence: Divergence, rank: int, tensors: Sequence[LiveTensor]) ->
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    """Return the memory of a contiguous tensor; that of one element may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

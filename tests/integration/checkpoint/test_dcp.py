@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zarr
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -149,6 +150,35 @@ def test_a_planner_that_caches_plans_is_refused_at_the_first_save(tmp_path: Path
 def test_a_plan_without_the_tensors_of_a_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match="enable_plan_caching=False"):
         Writer(tmp_path, step=1).prepare_global_plan([SavePlan([]), SavePlan([], usable=False)])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(3).to_sparse(), torch.ones(3, device="meta")],
+    ids=["sparse", "meta"],
+)
+def test_a_tensor_that_cannot_be_stored_is_refused_before_anything_is_written(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointException, match="LayoutMismatch: s"):
+        dcp.save(
+            {"a": torch.ones(2), "s": tensor},
+            storage_writer=Writer(str(tmp_path), step=1),
+            no_dist=True,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_expanded_tensor_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    saved = {"a": torch.ones(2), "s": torch.ones(4), "one": torch.arange(1.0, 2.0)}
+    dcp.save(saved, storage_writer=Writer(str(tmp_path), step=1), no_dist=True)
+    state = {"a": torch.zeros(2), "s": torch.zeros(1).expand(4), "one": torch.zeros(1, 11)[0, ::11]}
+    with pytest.raises(CheckpointException, match="LayoutMismatch: s: several elements"):
+        dcp.load(state, storage_reader=Reader(str(tmp_path)), no_dist=True)
+    assert state["a"].tolist() == [0, 0]
+    state["s"] = torch.zeros(4)
+    dcp.load(state, storage_reader=Reader(str(tmp_path)), no_dist=True)
+    assert [state[name].tolist() for name in saved] == [[1, 1], [1, 1, 1, 1], [1]]
 
 
 def test_a_value_that_would_be_pickled_is_refused_by_name(tmp_path: Path) -> None:

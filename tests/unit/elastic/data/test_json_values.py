@@ -128,6 +128,8 @@ def test_subclasses_with_constructors_of_their_own_are_restored() -> None:
         torch.arange(6).reshape(2, 3).T,
         np.arange(6, dtype=np.uint32).reshape(2, 3).T,
         np.array(2.5),
+        torch.arange(11).reshape(1, 11)[:, 3],
+        torch.tensor([1 + 2j]).conj(),
     ],
 )
 def test_small_tensors_and_arrays_are_restored(value: Any) -> None:
@@ -150,6 +152,20 @@ def test_a_numpy_generator_is_restored() -> None:
 def test_a_large_tensor_among_other_values_is_refused() -> None:
     with pytest.raises(UsageError, match=r"state\['t'\] has 1048577 bytes, too many"):
         to_json_value("state", {"t": torch.zeros((1 << 20) + 1, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(2).to_sparse(),
+        "\ud800",
+        {"\udfff": 1},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_json_cannot_hold_is_refused_by_its_place(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"extra 'c'\['rows'\]\[1\] is "):
+        to_json_value("extra 'c'", {"rows": [1, value]})
 
 
 def test_error_for_an_unsupported_type_names_its_place() -> None:

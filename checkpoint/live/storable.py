@@ -1,0 +1,104 @@
+"""Says which tensors can be stored: those whose memory holds their elements, one for each place.
+
+It is asked before anything is written or filled. Tensors that are made of others, such as sparse
+ones, have no such memory; PyTorch's own errors, which come later, name no tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.names import is_text
+
+
+def check_storable(key: str, local: torch.Tensor) -> None:
+    """Check that a tensor, or this rank's shard of one, can be stored under a key.
+
+    Raises:
+        LayoutMismatch: it cannot; the message names it.
+    """
+    check_text(key)
+    check_initialized(key, local)
+    obstacle = _obstacle(local)
+    if obstacle is not None:
+        raise LayoutMismatch(f"{key}: {obstacle}")
+
+
+def check_initialized(key: str, tensor: torch.Tensor) -> None:
+    """Check that a parameter has a shape.
+
+    Raises:
+        LayoutMismatch: it is a lazy module's, which gets its shape with the first input.
+    """
+    if is_lazy(tensor):
+        raise LayoutMismatch(
+            f"{key}: is not initialized, and has neither shape nor memory yet; run a forward pass, "
+            "or give the layer its sizes"
+        )
+
+
+def check_text(name: str) -> None:
+    """Check that a name can be stored.
+
+    Raises:
+        LayoutMismatch: it has half of a surrogate pair, which UTF-8 cannot encode.
+    """
+    if not is_text(name):
+        raise LayoutMismatch(
+            f"{name!a} cannot be stored: it has half of a surrogate pair; rename it"
+        )
+
+
+def check_fillable(key: str, tensor: torch.Tensor) -> None:
+    """Check that the elements of a tensor can be written one by one.
+
+    Raises:
+        LayoutMismatch: several of them are the same memory, as in an expanded view.
+    """
+    if may_overlap(tensor):
+        raise LayoutMismatch(
+            f"{key}: several elements of shape {tuple(tensor.shape)} are the same memory, as in an "
+            "expanded view, and cannot be filled one by one; make it with .clone() or .contiguous()"
+        )
+
+
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor may be the same memory, as its strides tell.
+
+    Each dimension has to step over all that those of smaller strides span. Few tensors whose
+    elements lie apart are taken for others: those of dimensions that are interleaved.
+    """
+    if tensor.numel() == 0:
+        return False
+    spanned = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, extent in sorted(dimension for dimension in dimensions if dimension[1] > 1):
+        if stride < spanned:
+            return True
+        spanned += stride * (extent - 1)
+    return False
+
+
+def _obstacle(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be stored, in words; None if it can."""
+    kind = type(tensor)
+    if tensor.is_nested:
+        return "a nested tensor cannot be stored; store its values and its offsets"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored: it is made of other "
+            "tensors, and does not say of which; store these, or convert it to a plain tensor"
+        )
+    if tensor.layout != torch.strided:
+        return (
+            f"a tensor of the layout {tensor.layout} cannot be stored; store its indices and its "
+            "values, or convert it with to_dense()"
+        )
+    # PyTorch of today has no such names any more.
+    if any(getattr(tensor, "names", ())):
+        return "a tensor whose dimensions have names cannot be stored; pass tensor.rename(None)"
+    if not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "its memory has been freed; gather it before, or leave it out of the state"
+    return None
