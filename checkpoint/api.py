@@ -60,6 +60,7 @@ from keepstep.checkpoint.state_mapping import (
     capture,
     fill_values,
     modules_of,
+    optimizer_orders,
 )
 from keepstep.checkpoint.stored.chunking import Compression
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
@@ -239,7 +240,9 @@ def load(
         url: as for `save`; of another tool's checkpoint, its format may come before it, as in
             `deepspeed:/path`, if it cannot be told from its files.
         state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings
-            get their JSON values. A module without optimizers can be loaded, for inference.
+            get their JSON values. A module without optimizers can be loaded, for inference. Where
+            another tool's checkpoint numbers an optimizer's parameters, they are those of the
+            optimizer here, in its order: of that of the same name, or the only one.
         step: the step to load; None for the newest. Another tool's checkpoint must have this step.
         strict: refuse a checkpoint whose names differ; otherwise fill what both have.
         convert: convert tensors that were saved in another data type. A parameter that has the data
@@ -310,7 +313,11 @@ def load_state(
 
     def load_foreign(named: NamedForeign, found: Recognized | None = None) -> LoadedState:
         of_ranks = on_all_ranks(lambda: _rank_rules(options))
-        source = open_foreign_together(named, found, step=step, rank_rules=of_ranks)
+        # Rules lead to the module's names from others.
+        orders = None if options.rules else on_all_ranks(lambda: optimizer_orders(state))
+        source = open_foreign_together(
+            named, found, step=step, parameter_names=orders, rank_rules=of_ranks
+        )
         return _load_by_each(
             Opened(source, source.format_name, source.left_out), source.url, state, options
         )

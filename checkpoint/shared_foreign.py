@@ -23,6 +23,7 @@ from keepstep.checkpoint.foreign.opening import (
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 
 
 def find_foreign_together(url: str, step: int | None = None) -> Recognized | None:
@@ -43,6 +44,7 @@ def open_foreign_together(
     found: Recognized | None = None,
     *,
     step: int | None = None,
+    parameter_names: ParameterNames = None,
     rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Open the same checkpoint of another tool on all ranks.
@@ -51,6 +53,7 @@ def open_foreign_together(
         named: the checkpoint.
         found: what `find_foreign_together` has returned for it; None for rank 0 to look now.
         step: the step that it must have; None for any.
+        parameter_names: the order of optimizers' parameters, for formats that number them.
         rank_rules: what each rank's own files hold, for formats that do not say it.
 
     Raises:
@@ -68,7 +71,7 @@ def open_foreign_together(
         return [opened.format_name, opened.step, len(opened.foreign_tensors)]
 
     source, seen_by_rank = on_all_ranks_gathering(
-        lambda: open_located(url, chosen, rank_rules=rank_rules), seen
+        lambda: open_located(url, chosen, parameter_names, rank_rules), seen
     )
     for rank, other in enumerate(seen_by_rank):
         if other != seen_by_rank[0]:

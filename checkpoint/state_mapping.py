@@ -19,8 +19,10 @@ from keepstep.checkpoint.layout.descriptions import (
     describing_documents,
 )
 from keepstep.checkpoint.layout.documents import CONFIG, VALUES
+from keepstep.checkpoint.layout.parameter_order import LiveOrders
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
+from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config
@@ -54,6 +56,26 @@ def modules_of(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
             "the state has an optimizer but not the module that names its parameters; add it"
         )
     return [(modules[0], optimizers)] if modules else []
+
+
+def optimizer_orders(state: StateMapping) -> LiveOrders:
+    """Return in what order the state's optimizers have their parameters.
+
+    Those that hold flat pieces of several parameters, as with FSDP1, are not among them.
+    """
+    orders: dict[str, list[list[str]]] = {}
+    for model, _ in modules_of(state):
+        parameters = ModelParameters(model)
+        for name, optimizer in state.items():
+            if not isinstance(optimizer, Optimizer):
+                continue
+            groups = [
+                [parameters.names(parameter) for parameter in group["params"]]
+                for group in optimizer.param_groups
+            ]
+            if all(len(names) == 1 for group in groups for names in group):
+                orders[name] = [[name for (name,) in group] for group in groups]
+    return LiveOrders(orders)
 
 
 def capture(

@@ -13,7 +13,7 @@ Tied weights are stored under both names, as two tensors; as one, where keepstep
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,7 @@ from keepstep.checkpoint.foreign.pickles import unpickle
 from keepstep.checkpoint.foreign.state_dicts import add_model, add_training_state, is_model
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import check_described
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 
 KEEPSTEP = "keepstep"
 """The name of a value with the step and the documents, in folders that keepstep wrote."""
@@ -40,9 +41,7 @@ _GROUPS = "param_groups"
 _MOST_EMPTY_ITEMS = 1024
 
 
-def read_dcp(
-    files: ForeignFiles, parameter_names: Sequence[str] | None = None
-) -> ForeignCheckpoint:
+def read_dcp(files: ForeignFiles, parameter_names: ParameterNames = None) -> ForeignCheckpoint:
     """Return the checkpoint of a folder with `.metadata` and `.distcp` files.
 
     Args:
@@ -98,7 +97,7 @@ def _add(
     contents: Contents,
     root: Mapping[str, Any],
     location: str,
-    parameter_names: Sequence[str] | None,
+    parameter_names: ParameterNames,
 ) -> int | None:
     """Add the state that was saved; return its step, if it says."""
     if _is_state_of_module(root):
@@ -136,7 +135,7 @@ def _add_with_model_at_root(
     contents: Contents,
     root: Mapping[str, Any],
     location: str,
-    parameter_names: Sequence[str] | None,
+    parameter_names: ParameterNames,
 ) -> None:
     tensors = {name: value for name, value in root.items() if _is_tensor(value)}
     if not tensors:

@@ -39,6 +39,7 @@ from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.documents import GROUPS, MASTERS, PADDING, SCALARS, TIED
 from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.rules.planning import keys_by_name, shape_of
 
@@ -69,7 +70,7 @@ class Stage:
 
 def read_deepspeed(
     files: ForeignFiles,
-    parameter_names: Sequence[str] | None = None,
+    parameter_names: ParameterNames = None,
     rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Return the checkpoint of a folder such as `global_step1000`.

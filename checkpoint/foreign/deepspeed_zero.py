@@ -46,6 +46,7 @@ from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import MASTERS
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 from keepstep.checkpoint.layout.source import TensorSpec
 
 _STATE = ("base_optimizer_state", "optimizer_state_dict")
@@ -72,7 +73,7 @@ def read_model_rank(
     url: str,
     models: Sequence[ModelFile],
     optimizers: Sequence[OptimizerFile],
-    parameter_names: Sequence[str] | None = None,
+    parameter_names: ParameterNames = None,
 ) -> ForeignCheckpoint:
     """Return what one rank of model parallelism has, as a checkpoint of its own.
 

@@ -6,7 +6,7 @@ A format is a line in `_READERS`: a function of the checkpoint's files that retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +34,7 @@ from keepstep.checkpoint.foreign.training_folders import (
     read_lightning,
     read_training_folder,
 )
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Opening:
 
     files: ForeignFiles
     file_name: str | None = None
-    parameter_names: Sequence[str] | None = None
+    parameter_names: ParameterNames = None
     rank_rules: RankRules | None = None
 
     @property
@@ -177,7 +178,7 @@ def locate_foreign(url: str, form: Format | None = None, step: int | None = None
 def open_located(
     url: str,
     found: Recognized,
-    parameter_names: Sequence[str] | None = None,
+    parameter_names: ParameterNames = None,
     rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Open exactly the checkpoint that was found at a URL, whatever else is there by now.

@@ -26,6 +26,7 @@ from keepstep.checkpoint.foreign.state_dicts import add_model, add_training_stat
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 from keepstep.checkpoint.layout.source import TensorSpec
 
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
@@ -36,7 +37,7 @@ _MODEL_DEPTH = 1
 
 
 def read_sharded_files(
-    files: ForeignFiles, parameter_names: Sequence[str] | None = None
+    files: ForeignFiles, parameter_names: ParameterNames = None
 ) -> ForeignCheckpoint:
     """Return the checkpoint of a folder with one file of each rank.
 

@@ -6,7 +6,7 @@ steps, and whatever else the script needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from keepstep.checkpoint.errors import FormatUnsupported
@@ -20,6 +20,7 @@ from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.described import check_described
 from keepstep.checkpoint.layout.documents import AVERAGES, MASTERS, PADDING, PARTS, SCALES
+from keepstep.checkpoint.layout.parameter_order import ParameterNames
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net")
 DESCRIPTIONS = frozenset({AVERAGES, MASTERS, PADDING, PARTS, SCALES})
@@ -29,7 +30,7 @@ _STEP_NAMES = ("step", "global_step", "global_steps", "iteration", "iter", "step
 
 
 def read_state_dicts(
-    files: ForeignFiles, name: str, parameter_names: Sequence[str] | None = None
+    files: ForeignFiles, name: str, parameter_names: ParameterNames = None
 ) -> ForeignCheckpoint:
     """Return the checkpoint that one file of `torch.save` has.
 
@@ -62,7 +63,7 @@ def add_training_state(
     contents: Contents,
     entries: Mapping[str, Any],
     location: str,
-    parameter_names: Sequence[str] | None = None,
+    parameter_names: ParameterNames = None,
 ) -> int | None:
     """Add a mapping of a module's and an optimizer's state and other values; return the step.
 
@@ -74,6 +75,7 @@ def add_training_state(
         add_model(contents, entries[model_name], location)
     step = None
     descriptions: dict[str, object] = {}
+    optimizers = [name for name, value in entries.items() if is_optimizer_state(value)]
     for name, value in entries.items():
         if name == model_name:
             continue
@@ -81,7 +83,15 @@ def add_training_state(
             descriptions[name] = value
             continue
         if is_optimizer_state(value):
-            add_optimizer_state(contents, value, name, location, parameter_names)
+            add_optimizer_state(
+                contents,
+                value,
+                name,
+                location,
+                parameter_names,
+                number=optimizers.index(name),
+                count=len(optimizers),
+            )
             continue
         if name in _STEP_NAMES and step is None:
             step = step_of(value)

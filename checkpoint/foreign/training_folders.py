@@ -26,6 +26,7 @@ from keepstep.checkpoint.foreign.optimizer_state import (
 )
 from keepstep.checkpoint.foreign.state_dicts import add_model
 from keepstep.checkpoint.foreign.torch_file import is_torch_file, read_torch_file
+from keepstep.checkpoint.layout.parameter_order import LiveOrders, ParameterNames
 
 # Other JSON, such as that of tokenizers, is no state of training.
 _DOCUMENTS = ("trainer_state.json", "generation_config.json", "adapter_config.json")
@@ -34,7 +35,7 @@ _HEAD_NBYTES = 64
 
 
 def read_training_folder(
-    files: ForeignFiles, format_name: str, parameter_names: Sequence[str] | None = None
+    files: ForeignFiles, format_name: str, parameter_names: ParameterNames = None
 ) -> ForeignCheckpoint:
     """Return the checkpoint that the Trainer of transformers, or Accelerate, wrote to a folder.
 
@@ -66,7 +67,7 @@ def read_adapter(files: ForeignFiles) -> ForeignCheckpoint:
 
 
 def read_lightning(
-    files: ForeignFiles, name: str, parameter_names: Sequence[str] | None = None
+    files: ForeignFiles, name: str, parameter_names: ParameterNames = None
 ) -> ForeignCheckpoint:
     """Return the checkpoint that Lightning wrote to a file.
 
@@ -98,25 +99,27 @@ def _add_optimizers(
     contents: Contents,
     states: Sequence[object],
     location: str,
-    parameter_names: Sequence[str] | None,
+    parameter_names: ParameterNames,
 ) -> None:
     start = 0
     for number, state in enumerate(states):
         where = f"optimizer_states.{number}"
         if not isinstance(state, dict) or not is_optimizer_state(state):
             raise damaged(location, f"{where} is no state of an optimizer")
-        names = None
-        if parameter_names is not None:
-            names = parameter_names[start : start + parameter_count(state)]
+        names = parameter_names
+        if names is not None and not isinstance(names, LiveOrders):
+            names = names[start : start + parameter_count(state)]
             start += len(names)
-        add_optimizer_state(contents, state, where, location, names)
+        add_optimizer_state(
+            contents, state, where, location, names, number=number, count=len(states)
+        )
 
 
 def _add_other_files(
     contents: Contents,
     files: ForeignFiles,
     read: set[str],
-    parameter_names: Sequence[str] | None,
+    parameter_names: ParameterNames,
 ) -> int:
     """Add what is beside the weights; return the number of steps."""
     step: int | None = None

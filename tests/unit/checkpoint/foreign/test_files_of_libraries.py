@@ -26,7 +26,8 @@ FIXTURES = Path(__file__).parents[3] / "foreign_fixtures"
 HUGGING_FACE = FIXTURES / "hugging_face"
 WITHOUT_NAMES = (
     "its parameters are numbered, and nothing in the checkpoint says which is which; pass their "
-    "names in the order of the optimizer's groups"
+    "names in the order of the optimizer's groups (keepstep ckpt convert --parameter-names), or "
+    "save an optimizer of model.named_parameters()"
 )
 MODELS = {
     "llama-tied": "llama",

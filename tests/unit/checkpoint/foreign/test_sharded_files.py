@@ -53,9 +53,10 @@ def test_values_that_are_the_same_on_all_ranks_are_carried(tmp_path: Path) -> No
 
 
 def test_optimizer_is_not_named_by_an_order_that_ranks_do_not_share(tmp_path: Path) -> None:
-    slots = {number: {"momentum_buffer": torch.ones(2)} for number in range(3)}
+    slots = {number: {"momentum_buffer": torch.ones(number + 2)} for number in range(3)}
     optimizer = {"state": slots, "param_groups": [{"params": [0, 1, 2]}]}
-    whole, stage = {name: torch.ones(2) for name in "abc"}, {name: torch.ones(2) for name in "ac"}
+    whole = {name: torch.ones(number + 2) for number, name in enumerate("abc")}
+    stage = {name: whole[name] for name in "ac"}
     states = [{"model": model, "optimizer": optimizer} for model in (stage, whole)]
     assert [item.name for item in opened(tmp_path, *states).left_out] == ["optimizer"]
     assert opened(tmp_path, states[1], states[1]).left_out == ()

@@ -166,6 +166,29 @@ def test_names_that_the_optimizer_noted_are_taken(tmp_path: Path) -> None:
     assert "param_names" not in source.documents["optim/groups"][0]["options"]
 
 
+def test_two_parameters_of_one_shape_are_not_guessed(tmp_path: Path) -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    state = {"model": {"a": a, "b": b}, "optim": optimizer_of([{"params": [a, b]}])}
+    (left,) = opened(tmp_path, state).left_out
+    assert (left.name, "--parameter-names" in left.reason) == ("optim", True)
+
+
+def test_shapes_that_no_two_parameters_share_prove_the_order(tmp_path: Path) -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    state = {"model": {"a": a, "b": b}, "optim": optimizer_of([{"params": [a, b]}])}
+    source = opened(tmp_path, state)
+    assert tensor_of(source, "optim/a/momentum_buffer").tolist() == [2, 2]
+    assert source.left_out == ()
+
+
+def test_order_of_parameters_without_state_need_not_be_known(tmp_path: Path) -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    told = torch.optim.SGD([a, b], lr=0.5).state_dict()
+    source = opened(tmp_path, {"model": {"a": a, "b": b}, "optim": told})
+    assert source.left_out == ()
+    assert source.documents["optim/groups"][0]["options"]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("differs", ["shape", "number"])
 def test_one_group_is_named_only_if_the_model_agrees(tmp_path: Path, differs: str) -> None:
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
