@@ -39,6 +39,7 @@ from keepstep.elastic.worker.messages import (
     CloseGeneration,
     Command,
     Drained,
+    Exiting,
     Failed,
     Finishing,
     GenerationReport,
@@ -487,6 +488,8 @@ class WorkerGroup:
                 # Its exit may be long in coming: until then what runs at exit runs.
                 worker.is_ending = True
                 self._note_failed_script(worker, message)
+            case Exiting(status=status, place=place):
+                worker.is_ending = self._note_exit(worker, status, place) or worker.is_ending
             case RestartRequested(reason=reason):
                 worker.asks_replacement = True
                 kind = FailureKind.RESTART if message.is_for_script else FailureKind.PEER
@@ -559,10 +562,33 @@ class WorkerGroup:
                 log.warning("a worker process %s while it warmed up", describe_exit(code))
         else:
             self._read_progress(worker)
-            is_known = worker.is_stopping or worker.asks_replacement or worker.is_ending
-            if code != 0 and not is_known:
-                self._record_failure(FailureKind.WORKER, _describe_exit(worker, code), worker.rank)
+            self._note_exit(worker, code)
         worker.close()
+
+    def _note_exit(self, worker: Worker, code: int, place: str = "") -> bool:
+        """Record that a worker ends if that is a failure; return whether it is.
+
+        It is one with any status but 0, and with 0 before the job is done: its peers wait for it.
+
+        Args:
+            worker: the worker.
+            code: its exit status, negative for a signal.
+            place: the script's line that called `sys.exit`.
+        """
+        is_known = worker.is_stopping or worker.asks_replacement or worker.is_ending
+        is_early = worker.has_joined and worker.finishing_step is None
+        if is_known or (code == 0 and not is_early):
+            return False
+        text, error = _describe_exit(worker, code), ""
+        if worker.has_joined and code >= 0 and not worker.kill_reason:
+            text += f" after step {max(0, self._step_under_way(worker) - 1)}"
+            text += f", by sys.exit at {place}" if place else ""
+            if place or code == 0:
+                error = self._when(f"exit with status {code} at {place}", worker)
+        if code == 0:
+            text += "; the job is not done: to end it early, call job.stop() and leave the loop"
+        self._record_failure(FailureKind.WORKER, text, worker.rank, error=error)
+        return True
 
     def _read_progress(self, worker: Worker) -> None:
         progress = worker.board.read()
@@ -571,12 +597,17 @@ class WorkerGroup:
 
     def _identify(self, worker: Worker, failed: Failed) -> str:
         """Return what an error that comes again has in common with this one; "" if unknown."""
-        if not failed.place:
-            return ""
+        return self._when(failed.place, worker) if failed.place else ""
+
+    def _when(self, event: str, worker: Worker) -> str:
+        step = self._step_under_way(worker)
+        return f"{event}, in step {step}" if step else f"{event}, {BEFORE_FIRST_STEP}"
+
+    def _step_under_way(self, worker: Worker) -> int:
+        """Return the step that a worker was in, or was about to begin; 0: before the first one."""
         progress = worker.board.read()
         has_begun = progress is not None and progress.generation == self.generation
-        when = f"in step {progress.step + 1}" if progress and has_begun else BEFORE_FIRST_STEP
-        return f"{failed.place}, {when}"
+        return progress.step + 1 if progress and has_begun else 0
 
     def _record_failure(
         self, kind: FailureKind, message: str, rank: int | None = None, error: str = ""

@@ -573,6 +573,14 @@ class Job:
     def _finish(self) -> None:
         """Wait until the last step is committed, and stored if `checkpoint` is given."""
         final = self._state.position
+        if self._passes.has_more(final):
+            log.warning(
+                "rank %d leaves the loop over job.batches after step %d, before its pass is over. "
+                "If not all ranks leave it after this step, they wait for each other: job.stop() "
+                "ends a pass on all of them",
+                self.world.rank,
+                final.step,
+            )
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
             self._commit_and_store_final(final)

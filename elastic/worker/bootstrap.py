@@ -24,6 +24,7 @@ from keepstep.elastic.worker.log_files import redirect
 from keepstep.elastic.worker.messages import (
     Command,
     CommandKind,
+    Exiting,
     Failed,
     Warm,
     sendable,
@@ -31,6 +32,7 @@ from keepstep.elastic.worker.messages import (
 from keepstep.elastic.worker.peer_failure import is_lost_peer
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
+    line_of,
     place_of,
     show,
     summary_of,
@@ -164,10 +166,12 @@ def _run(session: Session, command: Command) -> None:
             # Absolute, so that `__file__` stays right when the script changes its directory.
             runpy.run_path(os.path.abspath(command.target), run_name="__main__")
     except SystemExit as stop:
-        if stop.code not in (None, 0):
-            if not isinstance(stop.code, int):
-                print(stop.code, file=sys.stderr)
-            _end(stop.code if isinstance(stop.code, int) else 1)
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        # Before its peers report what breaks in their collectives.
+        session.report(Exiting(status=status, place=sendable(line_of(without_launcher(stop)))))
+        _end(status)
     except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
         error = without_launcher(error)
         show(error)

@@ -169,6 +169,16 @@ class Failed(Message, frozen=True, kw_only=True):
     is_peer: bool = False
 
 
+class Exiting(Message, frozen=True, kw_only=True):
+    """The script has ended by `sys.exit`; the process ends next.
+
+    `place` is the line that called it.
+    """
+
+    status: int
+    place: str
+
+
 class RestartRequested(Message, frozen=True, kw_only=True):
     """Another process must take this one's place; it ends next.
 
@@ -294,6 +304,7 @@ WorkerMessage: TypeAlias = (
     | Joined
     | Finishing
     | Failed
+    | Exiting
     | RestartRequested
     | Ready
     | Restored
@@ -323,6 +334,7 @@ PROTOCOL = Protocol(
         Joined,
         Finishing,
         Failed,
+        Exiting,
         RestartRequested,
         Ready,
         Restored,

@@ -79,9 +79,14 @@ def place_of(error: BaseException) -> str:
         return ""
     if is_peer_failure(error):
         return ""
+    line = line_of(error)
+    return f"{type(error).__name__} at {line}" if line else type(error).__name__
+
+
+def line_of(error: BaseException) -> str:
+    """Return the line that raised an exception, as "train.py:17"; "" if nothing has run."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{where}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _of_the_surroundings() -> tuple[type[BaseException], ...]:

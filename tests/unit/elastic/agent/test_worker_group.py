@@ -443,6 +443,55 @@ time.sleep(600)
     play(scenario())
 
 
+@pytest.mark.parametrize(
+    ("call", "status", "ending"),
+    [
+        ("sys.exit(0)", 0, ", by sys.exit at {path}:{line}; the job is not done"),
+        ("sys.exit(3)", 3, ", by sys.exit at {path}:{line}"),
+        ("sys.exit('a reason')", 1, ", by sys.exit at {path}:{line}"),
+        ("os._exit(0)", 0, "; the job is not done"),
+        ("os._exit(3)", 3, ""),
+    ],
+)
+def test_worker_that_leaves_before_the_job_is_done_is_named_with_status_and_step(
+    tmp_path: Path, call: str, status: int, ending: str
+) -> None:
+    """A peer's collective was blamed, which broke because this one had left with success."""
+    code = f"import os, sys\nsession.progress(assignment.generation, 4)\n{call}"
+    command = script(tmp_path, code)
+    line = len(Path(command.target).read_text().splitlines())
+    expected = f"rank 0 on a exited with status {status} after step 4" + ending
+
+    async def scenario() -> None:
+        async with running(command, size=1) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.failure is not None
+            assert group.failure.kind is FailureKind.WORKER
+            named = expected.format(path=command.target, line=line)
+            assert group.failure.message.startswith(named)
+            assert ("in step 5" in group.failure.error) == (call != "os._exit(3)")
+
+    play(scenario())
+
+
+def test_worker_that_exits_with_success_once_its_loop_is_over_has_not_failed(
+    tmp_path: Path,
+) -> None:
+    code = """
+from keepstep.elastic.worker.messages import Finishing
+session.report(Finishing(step=4))
+raise SystemExit
+"""
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code), size=1) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.failure is None
+            assert group.done
+
+    play(scenario())
+
+
 def test_worker_whose_device_failed_counts_as_its_failure(tmp_path: Path) -> None:
     code = "session.end_to_be_replaced('cuda:0 has failed', is_fault=True)"
 
