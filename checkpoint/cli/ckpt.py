@@ -31,6 +31,7 @@ from keepstep.checkpoint.errors import (
     FormatUnsupported,
 )
 from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
@@ -328,7 +329,8 @@ def rm(
             best = (int(count), direction)
             metric = _values_of(name, url, present, at_least=int(count))
         assert keep_last is not None
-        policy = RetentionPolicy(last=keep_last, every=keep_every, best=best, pinned=frozenset(pin))
+        retention = Retention(last=keep_last, every=keep_every)
+        policy = RetentionPolicy(retention, best=best, pinned=frozenset(pin))
         to_remove = checkpoints_to_remove(present, policy, metric)
     for stored in to_remove:
         if not dry_run:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.memory.erasure_group import Count, ErasureGroup, ShardTable
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.transport import Codec, Message, Protocol, VersionRange
@@ -370,7 +371,7 @@ class PersistTask:
 
     `generation` is the one that the checkpoint has in storage. `attempt` names this attempt to
     write it; no other attempt ever has the name (FORMAT.md). `compression` is as for
-    `checkpoint.save`.
+    `checkpoint.save`. `retention` says which older checkpoints to keep then; None: all.
     """
 
     url: str
@@ -379,6 +380,7 @@ class PersistTask:
     attempt: str
     holders: tuple[RankHolder, ...]
     compression: Literal["zstd"] | None = None
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)

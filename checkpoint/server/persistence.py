@@ -8,6 +8,7 @@ generation.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document, sum_of
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.memory.arena import Bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import (
@@ -36,14 +38,22 @@ from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.plan_exchange import PlanExchange
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.checkpoint.stored.housekeeping import collect_garbage, remove
 from keepstep.checkpoint.stored.last_part import LastPart
 from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.stored.pruning import older_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.stored.writer import ContentSum, publish, write_part
 from keepstep.transport import Identity
+
+log = logging.getLogger("keepstep")
+
+_GARBAGE_EVERY_S = 600.0
+"""How often the bytes of removed checkpoints are looked for: it lists all objects at the URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,7 @@ class Persistence:
         self._write_memory = TransferPool()
         self._last_part = LastPart()
         self._attempt: _Attempt | None = None
+        self._garbage_due_s = time.monotonic()
         self._is_closing = threading.Event()
 
     def start(self, task: PersistTask, part: int) -> None:
@@ -203,6 +214,30 @@ class Persistence:
         except Exception as error:  # noqa: BLE001 - as above
             event = PublishFailed(snapshot=snapshot, reason=_reason(error))
         self._send_event(event)
+        if isinstance(event, Published) and task.retention is not None:
+            self._clean_up(task, task.retention)
+
+    def _clean_up(self, task: PersistTask, retention: Retention) -> None:
+        """Remove older checkpoints, and now and then delete the bytes of those that were.
+
+        What fails is tried again with the next checkpoint.
+        """
+        published = StoredStep(task.snapshot.step, task.generation)
+        try:
+            for stored in older_to_remove(list_steps(task.url), published, retention):
+                remove(task.url, stored, now=time.time())
+            if time.monotonic() >= self._garbage_due_s and not self._is_closing.is_set():
+                self._garbage_due_s = time.monotonic() + _GARBAGE_EVERY_S
+                collect_garbage(task.url, now=time.time())
+        except Exception as error:  # noqa: BLE001 - the thread's edge: the checkpoint is complete
+            log.warning(
+                "%s: older checkpoints than step %s are not removed as keep_last=%s says; it is "
+                "tried again with the next one: %s",
+                task.url,
+                published.step,
+                retention.last,
+                _reason(error),
+            )
 
     def _connect(self, address: str) -> SnapshotClient:
         return SnapshotClient(address, self._identity.secret, node=self._identity.node)

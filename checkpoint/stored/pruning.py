@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import crc32c
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.stored_json import encode
 
@@ -20,48 +21,65 @@ GRACE_S = 3600.0
 _CLOSED_GRACES = 24
 
 
+_KEEP_NEWEST = Retention()
+
+
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
     """The checkpoints to keep.
 
-    These are the newest `last`, those whose step is a multiple of `every`, the `best` by a metric,
-    given as (how many, "min" or "max"), and the `pinned` steps.
+    These are what `retention` says, the `best` by a metric, given as (how many, "min" or "max"),
+    and the `pinned` steps.
     """
 
-    last: int = 1
-    every: int | None = None
+    retention: Retention = _KEEP_NEWEST
     best: tuple[int, str] | None = None
     pinned: frozenset[int] = frozenset()
 
 
 def checkpoints_to_remove(
     steps: Sequence[StoredStep],
-    retention: RetentionPolicy,
+    policy: RetentionPolicy,
     metric: Mapping[StoredStep, float] | None = None,
 ) -> tuple[StoredStep, ...]:
     """Return the checkpoints that a policy does not keep, oldest first.
 
     Args:
         steps: the committed checkpoints.
-        retention: the policy.
+        policy: which ones to keep.
         metric: the values that `best` compares; a checkpoint whose value is NaN has none.
     """
     newest_first = sorted(steps, key=lambda stored: (stored.step, stored.generation), reverse=True)
     # Of several generations of a step only the newest is kept.
     current = {stored.step: stored for stored in reversed(newest_first)}
-    kept = (
-        set(list({stored.step: None for stored in newest_first})[: max(1, retention.last)])
-        | retention.pinned
-    )
+    retention = policy.retention
+    # Newest first, as `current` is not.
+    distinct = list(dict.fromkeys(stored.step for stored in newest_first))
+    kept = {*distinct[: max(1, retention.last)], *policy.pinned}
     if retention.every is not None:
         kept |= {step for step in current if step % retention.every == 0}
-    if retention.best is not None and metric:
-        count, direction = retention.best
+    if retention.behind and distinct:
+        kept |= {*[s for s in distinct if s <= distinct[0] - retention.behind][:1]}
+    if policy.best is not None and metric:
+        count, direction = policy.best
         # NaN, the loss of a diverged run, would leave the others unsorted too.
         comparable = (s for s in current.values() if s in metric and not math.isnan(metric[s]))
         best_first = sorted(comparable, key=lambda s: metric[s], reverse=direction == "max")
         kept |= {stored.step for stored in best_first[:count]}
     return tuple(s for s in reversed(newest_first) if s.step not in kept or current[s.step] != s)
+
+
+def older_to_remove(
+    steps: Sequence[StoredStep], published: StoredStep, retention: Retention
+) -> tuple[StoredStep, ...]:
+    """Return the checkpoints that a job does not keep once it has published one, oldest first.
+
+    That one is complete; a later one may be damaged, or of steps that were undone. So neither it
+    nor a later one is removed, and later ones do not count as the newest.
+    """
+    until = (published.step, published.generation)
+    older = [stored for stored in steps if (stored.step, stored.generation) <= until]
+    return checkpoints_to_remove(older, RetentionPolicy(retention))
 
 
 @dataclass(frozen=True, slots=True)

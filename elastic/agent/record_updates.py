@@ -45,6 +45,7 @@ class RecordUpdates:
             checkpoint_url=worker_group.checkpoint_url,
             checkpoint_every=worker_group.checkpoint_every,
             checkpoint_compression=worker_group.checkpoint_compression,
+            checkpoint_retention=worker_group.checkpoint_retention,
             rank_multiple=worker_group.rank_multiple,
             max_ranks=worker_group.max_ranks,
             fitting_ranks=worker_group.fitting_ranks,

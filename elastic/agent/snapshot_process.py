@@ -333,6 +333,7 @@ class SnapshotProcess:
                 for holder in request.commit.holders
             ),
             compression=request.compression,
+            retention=request.retention,
         )
 
     async def _ask(self, command: AgentCommand) -> None:

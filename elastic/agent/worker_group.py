@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.phase_reports import PhaseReports
 from keepstep.elastic.agent.supervisor import (
@@ -86,6 +87,7 @@ class WorkerGroup:
         checkpoint_url: where the script stores checkpoints; None: nowhere, or not known yet.
         checkpoint_every: steps between checkpoints; 0: as often as loses least.
         checkpoint_compression: how they are compressed; None: not at all.
+        checkpoint_retention: which of them are kept; None: all.
         snapshot_every: steps between snapshots that the workers have chosen; 0: the user chose.
         snapshot_cost_s: what such a snapshot costs.
         term_grace_s: seconds that a script which has not joined has from SIGTERM to SIGKILL.
@@ -124,6 +126,7 @@ class WorkerGroup:
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
         self.checkpoint_compression: Literal["zstd"] | None = None
+        self.checkpoint_retention: Retention | None = None
         self.rank_multiple = 1
         self.max_ranks = 0
         self.fitting_ranks = ""
@@ -475,6 +478,7 @@ class WorkerGroup:
                 self.checkpoint_url = message.checkpoint_url
                 self.checkpoint_every = message.checkpoint_every
                 self.checkpoint_compression = message.checkpoint_compression
+                self.checkpoint_retention = message.checkpoint_retention
                 self.rank_multiple = message.rank_multiple
                 self.max_ranks = message.max_ranks
                 self.fitting_ranks = message.fitting_ranks

@@ -117,6 +117,7 @@ def _request(
         _run(view),
         _base(view),
         record.checkpoint_compression,
+        record.checkpoint_retention,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.rank_limits import decode_fitting
@@ -244,6 +245,7 @@ class NodeRecord(Record):
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
         checkpoint_compression: how they are compressed; None: not at all.
         serves_coordinator: its agent runs the coordinator, which ends with it.
+        checkpoint_retention: which of them are kept; None: all.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
         snapshot_cost_s: seconds that each of these snapshots costs the training.
     """
@@ -284,6 +286,7 @@ class NodeRecord(Record):
     committed: SnapshotId | None = None
     fitting_ranks: str = ""
     serves_coordinator: bool = False
+    checkpoint_retention: Retention | None = None
 
     def __post_init__(self) -> None:
         """Refuse what nobody could read later. Raises ValueError."""
@@ -529,7 +532,7 @@ class PersistRequest(Record):
 
     `run` is the same for all requests of one run of the job, and for no other run's. `base` is
     added to the generation in storage, so that no earlier run has stored under it. `compression` is
-    that of the stored tensors.
+    that of the stored tensors. `retention` says which checkpoints are kept then; None: all.
     """
 
     commit: SnapshotCommit
@@ -538,6 +541,7 @@ class PersistRequest(Record):
     run: str
     base: int = 0
     compression: Literal["zstd"] | None = None
+    retention: Retention | None = None
 
     @property
     def stored_generation(self) -> int:

@@ -6,6 +6,7 @@ import operator
 import os
 from typing import Literal, get_args
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.stored.chunking import Compression, check_compression
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
@@ -32,6 +33,8 @@ def join(
     checkpoint: str | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
     checkpoint_compression: Compression | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
     start_from: str | StartFrom | None = None,
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mesh | None = None,
@@ -55,6 +58,10 @@ def join(
             and when a preempted job would lose its memory.
         checkpoint_compression: "zstd": compress stored tensors of 1 MiB or more, without loss;
             None: nothing.
+        keep_last: number of the newest checkpoints to keep; older ones are removed when a new one
+            is complete, and their bytes deleted an hour later. Kept, too, is the newest from which
+            `on_bad_step` may have to go on (`BadSteps(roll_back=...)`). None: all are kept.
+        keep_every: with `keep_last`, also keep the steps that are multiples of this.
         start_from: checkpoint that the job begins from if it has none of its own under
             `checkpoint`, nor a snapshot: of another job, or of another tool, in any format that
             `keepstep ckpt convert` reads (`deepspeed:/path` if the files do not tell). It must have
@@ -104,6 +111,7 @@ def join(
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
     if checkpoint_every is not None and checkpoint is None:
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
+    retention = _retention(keep_last, keep_every, on_bad_step, has_url=checkpoint is not None)
     try:
         check_compression(checkpoint_compression)
     except ValueError as error:
@@ -122,6 +130,7 @@ def join(
             checkpoint_url=checkpoint,
             checkpoint_every=checkpoint_interval,
             checkpoint_compression=checkpoint_compression,
+            checkpoint_retention=retention,
             rank_multiple=limits.multiple,
             max_ranks=limits.most,
             fitting_ranks=limits.fitting,
@@ -143,6 +152,31 @@ def join(
         on_bad_step=on_bad_step,
         callbacks=callbacks,
     )
+
+
+def _retention(
+    last: int | None, every: int | None, on_bad_step: BadSteps | None, *, has_url: bool
+) -> Retention | None:
+    """Return which checkpoints are kept; None for all.
+
+    Raises:
+        UsageError: a number is none, or says nothing.
+    """
+    for name, number in (("keep_last", last), ("keep_every", every)):
+        if number is None:
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise UsageError(f"{name}={number!r}: give a number, at least 1, or None")
+        if not has_url:
+            raise UsageError(f"{name} needs checkpoint=URL, the place to store checkpoints in")
+    if last is None:
+        if every is not None:
+            raise UsageError(
+                "keep_every says what else stays of what keep_last=N removes; give keep_last, too"
+            )
+        return None
+    behind = on_bad_step.roll_back if on_bad_step is not None else 0
+    return Retention(last=last, every=every, behind=behind)
 
 
 def _is_interval(every: object) -> bool:

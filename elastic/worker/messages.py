@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     ReplicaComparison,
@@ -128,6 +129,7 @@ class Joined(Message, frozen=True, kw_only=True):
         checkpoint_url: where checkpoints are stored; None: nowhere.
         checkpoint_every: steps between them; 0: as often as loses least; None: only the last one.
         checkpoint_compression: how they are compressed; None: not at all.
+        checkpoint_retention: which of them are kept; None: all.
         rank_multiple: the world size must be a multiple of this, as the mesh asks.
         max_ranks: the world size may not be greater; 0: any.
         fitting_ranks: which multiples up to that fit, as `RankLimits.fitting` has them; empty: all.
@@ -138,6 +140,7 @@ class Joined(Message, frozen=True, kw_only=True):
     checkpoint_url: str | None
     checkpoint_every: int | None
     checkpoint_compression: Literal["zstd"] | None = None
+    checkpoint_retention: Retention | None = None
     rank_multiple: int = 1
     max_ranks: int = 0
     fitting_ranks: str = ""

@@ -139,16 +139,18 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.run": "monitor.telemetry",
         # elastic
         "elastic.errors": "",
-        "elastic.rendezvous": ("checkpoint.memory checkpoint.parity elastic.errors elastic.store"),
+        "elastic.rendezvous": (
+            "checkpoint.layout checkpoint.memory checkpoint.parity elastic.errors elastic.store"
+        ),
         "elastic.store": "elastic.errors notices private_files processes",
         "elastic.worker": (
-            "checkpoint.errors elastic.errors elastic.rendezvous monitor monitor.errors"
-            " monitor.progress monitor.telemetry notices processes transport"
+            "checkpoint.errors checkpoint.layout elastic.errors elastic.rendezvous monitor"
+            " monitor.errors monitor.progress monitor.telemetry notices processes transport"
         ),
         "elastic.agent": (
-            "checkpoint.errors checkpoint.memory checkpoint.server elastic.errors"
-            " elastic.rendezvous elastic.store elastic.worker monitor.node monitor.progress"
-            " notices processes transport"
+            "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.server"
+            " elastic.errors elastic.rendezvous elastic.store elastic.worker monitor.node"
+            " monitor.progress notices processes transport"
         ),
         "elastic.data": "checkpoint.layout elastic.errors notices",
         "elastic.trainer": (

@@ -203,6 +203,8 @@ with keepstep.join(
     checkpoint=options.get("checkpoint"),
     checkpoint_every=options.get("every"),
     checkpoint_compression=options.get("compression"),
+    keep_last=options.get("keep_last"),
+    keep_every=options.get("keep_every"),
     start_from=options.get("start_from"),
     snapshot_every=options.get("snapshots", 1),
     mesh=options.get("mesh"),

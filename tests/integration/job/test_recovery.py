@@ -412,6 +412,24 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     )  # fmt: skip
 
 
+def test_job_removes_the_checkpoints_that_it_is_not_to_keep(tmp_path: Path) -> None:
+    url = str(tmp_path / "checkpoint")
+    kept = {"checkpoint": url, "every": 2, "keep_last": 1, "keep_every": 5}
+    with cluster(tmp_path, "1:1", workers=1, disturbed=0, steps=20, **kept) as running:
+        running.start("a")
+        assert running.wait("a", 120) == 0, running.output()
+    steps = [stored.step for stored in list_steps(url)]
+    # Where storing is slow a due checkpoint may be skipped, but not the last one.
+    assert steps[0] == 20
+    assert all(step % 5 == 0 for step in steps)
+    assert list(Path(url).glob("step-*/attempt-*/removed.json")), "some were stored and removed"
+    StoredCheckpoint.open(url).verify()
+    with cluster(tmp_path, "1:1", workers=1, disturbed=0, steps=22, **kept) as running:
+        running.start("a")
+        assert running.wait("a", 120) == 0, running.output()
+    assert [stored.step for stored in list_steps(url)] == [22, *steps]
+
+
 @pytest.mark.long
 def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_well(
     tmp_path: Path,

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.memory import messages
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup, ShardLocation
 from keepstep.checkpoint.memory.messages import (
@@ -86,6 +87,7 @@ TASK = PersistTask(
     "9-1a",
     (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,))),
     compression="zstd",
+    retention=Retention(last=3, every=100, behind=7),
 )
 HELD = (SealedRanks(SNAPSHOT, (0, 1)),)
 

@@ -10,8 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.memory.messages import (
     AlreadyStored,
     Persisted,
@@ -29,6 +32,7 @@ from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.checkpoint.stored.housekeeping import remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.transport import Identity
 from tests.patience import patient
@@ -121,6 +125,44 @@ def test_tensors_are_compressed_if_the_task_says_so(
         source.verify()
         assert {tensor.compression for tensor in source.stored_tensors.values()} == {compression}
         remove(node.url, source.stored, now=0.0)
+
+
+def test_older_checkpoints_are_removed_once_one_is_published(
+    node: Node,
+) -> None:
+    """Those that are later stay: they may be damaged, or of a launch that went on from them."""
+    node.storage.let_go.set()
+    retention = Retention(last=2, every=4)
+    checkpoint.save(node.url, {"w": torch.zeros(1)}, step=9)
+    for step in (3, 4, 5, 6, 7):
+        snapshot = SnapshotId(1, step)
+        seal(node.memory, snapshot, 0, {"model/w": step, "model/v": 2})
+        task = replace(node.task(f"a-{step}"), snapshot=snapshot, retention=retention)
+        node.persistence.start(task, 0)
+        written = node.next_event()
+        assert isinstance(written, Persisted)
+        node.persistence.publish(task, [written.listing])
+        assert isinstance(node.next_event(), Published)
+    node.persistence.close()
+    assert [stored.step for stored in list_steps(node.url)] == [9, 7, 6, 4]
+
+
+def test_a_checkpoint_is_published_though_older_ones_cannot_be_removed(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(url: str) -> None:
+        raise CheckpointError("the storage does not list")
+
+    monkeypatch.setattr(persistence, "list_steps", fail)
+    node.storage.let_go.set()
+    task = replace(node.task("a"), retention=Retention(last=1))
+    node.persistence.start(task, 0)
+    written = node.next_event()
+    assert isinstance(written, Persisted)
+    node.persistence.publish(task, [written.listing])
+    assert isinstance(node.next_event(), Published)
+    node.persistence.close()
+    assert "the storage does not list" in caplog.text
 
 
 def test_an_attempt_that_is_over_is_stopped_and_others_are_not(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.pruning import (
     Disposal,
@@ -17,6 +18,7 @@ from keepstep.checkpoint.stored.pruning import (
     checkpoints_to_remove,
     dispose,
     names_crc,
+    older_to_remove,
 )
 
 TENS = tuple(StoredStep(step, 1) for step in (10, 20, 30, 40, 50))
@@ -25,8 +27,12 @@ LOSS = dict(zip(TENS, (3.0, 1.0, 2.0, 5.0, 4.0), strict=True))
 stored_steps = st.builds(StoredStep, st.integers(0, 8), st.integers(0, 3))
 retentions = st.builds(
     RetentionPolicy,
-    last=st.integers(-1, 4),
-    every=st.none() | st.integers(1, 4),
+    st.builds(
+        Retention,
+        last=st.integers(-1, 4),
+        every=st.none() | st.integers(1, 4),
+        behind=st.integers(0, 9),
+    ),
     best=st.none() | st.tuples(st.integers(0, 3), st.sampled_from(["min", "max"])),
     pinned=st.frozensets(st.integers(0, 8), max_size=3),
 )
@@ -42,15 +48,18 @@ notes = st.builds(
     ("retention", "kept"),
     [
         (RetentionPolicy(), [50]),
-        (RetentionPolicy(last=0), [50]),
-        (RetentionPolicy(last=3), [30, 40, 50]),
-        (RetentionPolicy(last=9), [10, 20, 30, 40, 50]),
-        (RetentionPolicy(every=20), [20, 40, 50]),
+        (RetentionPolicy(Retention(last=0)), [50]),
+        (RetentionPolicy(Retention(last=3)), [30, 40, 50]),
+        (RetentionPolicy(Retention(last=9)), [10, 20, 30, 40, 50]),
+        (RetentionPolicy(Retention(every=20)), [20, 40, 50]),
+        (RetentionPolicy(Retention(behind=10)), [40, 50]),
+        (RetentionPolicy(Retention(behind=11)), [30, 50]),
+        (RetentionPolicy(Retention(last=2, behind=50)), [40, 50]),
         (RetentionPolicy(best=(2, "min")), [20, 30, 50]),
         (RetentionPolicy(best=(1, "max")), [40, 50]),
         (RetentionPolicy(pinned=frozenset({10, 60})), [10, 50]),
         (
-            RetentionPolicy(last=2, every=30, best=(1, "min"), pinned=frozenset({10})),
+            RetentionPolicy(Retention(last=2, every=30), best=(1, "min"), pinned=frozenset({10})),
             [10, 20, 30, 40, 50],
         ),
     ],
@@ -76,7 +85,8 @@ def test_a_nan_loss_is_never_the_best(direction: str) -> None:
 
 def test_only_the_newest_generation_of_a_step_is_kept() -> None:
     stored = [StoredStep(step, generation) for step in (10, 20) for generation in (3, 1, 2)]
-    policy = RetentionPolicy(last=2, every=10, best=(9, "min"), pinned=frozenset({10, 20}))
+    retention = Retention(last=2, every=10)
+    policy = RetentionPolicy(retention, best=(9, "min"), pinned=frozenset({10, 20}))
     removed = checkpoints_to_remove(stored, policy, dict.fromkeys(stored, 1.0))
     assert removed == tuple(
         StoredStep(step, generation) for step in (10, 20) for generation in (1, 2)
@@ -94,6 +104,21 @@ def test_the_newest_checkpoint_is_never_removed(
     removed = checkpoints_to_remove(steps, retention, metric)
     newest = max(steps, key=lambda stored: (stored.step, stored.generation))
     assert newest not in removed
+
+
+@given(st.lists(stored_steps, min_size=1, unique=True), retentions, st.data())
+def test_what_a_job_has_just_published_stays_and_so_does_what_is_later(
+    steps: list[StoredStep], policy: RetentionPolicy, data: st.DataObject
+) -> None:
+    """Later ones may be damaged, and then the job goes on from what it has just published."""
+    published = data.draw(st.sampled_from(steps))
+    retention = policy.retention
+    removed = older_to_remove(steps, published, retention)
+    assert all((s.step, s.generation) < (published.step, published.generation) for s in removed)
+    left = {stored.step for stored in steps if stored not in removed}
+    until = {stored.step for stored in steps if stored.step <= published.step - retention.behind}
+    if retention.behind and until:
+        assert max(until) in left, "a rejected step may lead back to it"
 
 
 def test_an_idle_attempt_is_noted_closed_and_emptied_with_the_grace_time_between() -> None:

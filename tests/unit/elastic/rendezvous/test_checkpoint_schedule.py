@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.checkpoint.layout.retention import Retention
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.elastic.errors import InvariantViolated
@@ -214,6 +215,7 @@ def test_snapshots_are_stored_as_the_nodes_scripts_say(compression: Literal["zst
     record = replace(
         view.nodes["a"].record,
         checkpoint_every=1, checkpoint_compression=compression, step=7,
+        checkpoint_retention=Retention(last=3, every=100),
         sealed=(SnapshotId(3, 7),), leaving=True,
     )  # fmt: skip
     commit = SnapshotCommit(SnapshotId(3, 7), (HOLDER,), 0)
@@ -224,6 +226,7 @@ def test_snapshots_are_stored_as_the_nodes_scripts_say(compression: Literal["zst
     ):
         assert isinstance(action, Persist)
         assert (action.request.url, action.request.compression) == ("/c", compression)
+        assert action.request.retention == Retention(last=3, every=100)
         assert PersistRequest.decode(action.request.encode()) == action.request
 
 

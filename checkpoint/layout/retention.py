@@ -1,0 +1,21 @@
+"""The retention of checkpoints, as users and messages say it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """The checkpoints to keep; others are removed.
+
+    Attributes:
+        last: how many of the newest; 0 counts as 1.
+        every: also those whose step is a multiple of this; None: no others.
+        behind: also the newest that is at least so many steps older than the newest of all, from
+            which a job may have to go on after a rejected step; 0: no other.
+    """
+
+    last: int = 1
+    every: int | None = None
+    behind: int = 0
