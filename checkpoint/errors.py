@@ -34,6 +34,10 @@ class RankFailed(CheckpointError):
     """Another rank could not do its share; the message is that of the first one."""
 
 
+class ProcessEnded(CheckpointError):
+    """A process that keepstep had started for a save was ended, as when memory ran out."""
+
+
 class LayoutMismatch(CheckpointError):
     """The state to fill and the state to read differ in names, shapes or dtypes."""
 

@@ -66,6 +66,19 @@ def allow_all_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def open_standard_descriptors() -> None:
+    """Open /dev/null where this process was started without an input or output, as by `>&-`.
+
+    Else the next socket got the number, and what a worker prints would be sent over it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
     """Make descendants whose parent ends meanwhile children of this process.

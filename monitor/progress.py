@@ -17,7 +17,10 @@ from dataclasses import dataclass
 
 _RECORD = struct.Struct("<QQQd")
 _SEQUENCE = struct.Struct("<Q")
-_NBYTES = 4096
+_NOTE_LENGTH = struct.Struct("<Q")
+_NOTE_AT = 4096
+_NBYTES = _NOTE_AT + (1 << 20)
+"""Memory that is not written to is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,24 @@ class ProgressBoard:
             if sequence == after and sequence % 2 == 0:
                 return Progress(generation, step, at_s) if sequence else None
         return None
+
+    def leave_note(self, note: bytes) -> None:
+        """Leave word of why the worker ends, for when it has nothing else to say it by.
+
+        What does not fit is cut off.
+        """
+        begin = _NOTE_AT + _NOTE_LENGTH.size
+        note = note[: _NBYTES - begin]
+        self._memory[begin : begin + len(note)] = note
+        _NOTE_LENGTH.pack_into(self._memory, _NOTE_AT, len(note))
+
+    def note(self) -> bytes:
+        """Return the note; empty if there is none, or the board is closed."""
+        if self.descriptor < 0:
+            return b""
+        (length,) = _NOTE_LENGTH.unpack_from(self._memory, _NOTE_AT)
+        begin = _NOTE_AT + _NOTE_LENGTH.size
+        return self._memory[begin : begin + length]
 
     def close(self) -> None:
         """Close this process's view. Safe to call twice."""

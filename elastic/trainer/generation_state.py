@@ -35,6 +35,7 @@ from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained, Ready, Restored
+from keepstep.elastic.worker.peer_failure import text_of
 from keepstep.elastic.worker.session import Session, wall_clock_s
 
 log = logging.getLogger("keepstep")
@@ -208,7 +209,7 @@ class GenerationState:
             # Where it closes in good order, only this makes the agent drain by abort.
             is_awaited = awaits_order and not self._session.is_aborting(generation)
             if is_awaited or not self._session.is_closing(generation):
-                cause = str(error).partition("\n")[0] or type(error).__name__
+                cause = text_of(error).partition("\n")[0] or type(error).__name__
                 self._session.report(Broken(generation=generation, error=cause))
         if self._groups.awaits_abort_order and (
             error is not None or self._session.is_aborting(generation)

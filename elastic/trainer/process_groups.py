@@ -37,6 +37,7 @@ from keepstep.elastic.trainer.mesh_rule import data_share, resolved
 from keepstep.elastic.trainer.retired_groups import RetiredGroups
 from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
 from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.exception_hook import RankPrefix
 from keepstep.elastic.worker.messages import Assignment
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -101,6 +102,7 @@ class ProcessGroups:
         self._entered: tuple[_Place, DeviceMesh] | None = None
         self._kept: tuple[_Place, DeviceMesh] | None = None
         self._retired = RetiredGroups()
+        self._rank_prefix = RankPrefix()
 
     @property
     def awaits_abort_order(self) -> bool:
@@ -137,14 +139,15 @@ class ProcessGroups:
                 is_master=False,
                 timeout=_CONNECT_TIMEOUT,
             )
-            dist.init_process_group(
-                self._backend,
-                store=PrefixStore(f"generation-{assignment.generation}", store),
-                rank=assignment.rank,
-                world_size=assignment.world_size,
-                device_id=device if is_cuda else None,
-                timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
-            )
+            with self._rank_prefix.replaced():
+                dist.init_process_group(
+                    self._backend,
+                    store=PrefixStore(f"generation-{assignment.generation}", store),
+                    rank=assignment.rank,
+                    world_size=assignment.world_size,
+                    device_id=device if is_cuda else None,
+                    timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
+                )
             group = dist.group.WORLD
             assert group is not None, "created above"
             list_ranks(group)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from keepstep.elastic.errors import ProcessUnusable
+from keepstep.elastic.worker.peer_failure import text_of
 
 ABORT_LIMIT_S = 10.0
 """After this time an abort is given up, and with it the process."""
@@ -85,7 +86,7 @@ class GroupAbort:
                 time.sleep(_POLL_S)
             group.abort()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
-            self._errors.append(f"{type(error).__name__}: {error}")
+            self._errors.append(f"{type(error).__name__}: {text_of(error)}")
 
 
 def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
@@ -109,7 +110,7 @@ def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
             for _ in range(2):
                 torch.cuda.synchronize(device)
         except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(str(error).partition("\n")[0])
+            errors.append(text_of(error).partition("\n")[0])
 
     thread = threading.Thread(target=synchronize, name="keepstep-device-check", daemon=True)
     thread.start()

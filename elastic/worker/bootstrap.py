@@ -25,18 +25,14 @@ from keepstep.elastic.worker.messages import (
     Command,
     CommandKind,
     Exiting,
-    Failed,
     Warm,
     sendable,
 )
-from keepstep.elastic.worker.peer_failure import is_lost_peer
 from keepstep.elastic.worker.script_failure import (
-    is_fatal,
+    failure_of,
+    flush_output,
     line_of,
-    place_of,
     show,
-    summary_of,
-    traceback_of,
     without_launcher,
 )
 from keepstep.elastic.worker.session import Session, open_session
@@ -52,6 +48,9 @@ _WARM_MODULES = (
     "keepstep.checkpoint.memory.memory_source",
     "keepstep.elastic.trainer.join",
 )
+
+_EXIT_OUTPUT_LOST = 120
+"""Python's own status where it cannot write out what a script has printed."""
 
 
 def main() -> None:
@@ -92,9 +91,8 @@ def _end(status: int) -> NoReturn:
     # It also wakes the threads of executors that nobody has shut down, which else never end.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    is_written = flush_output()
+    os._exit(status if status or is_written else _EXIT_OUTPUT_LOST)
 
 
 def import_early() -> None:
@@ -168,7 +166,8 @@ def _run(session: Session, command: Command) -> None:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if stop.code is not None and not isinstance(stop.code, int):
-            print(stop.code, file=sys.stderr)
+            with suppress(Exception):  # The script may have closed it.
+                print(stop.code, file=sys.stderr)
         # Before its peers report what breaks in their collectives.
         session.report(Exiting(status=status, place=sendable(line_of(without_launcher(stop)))))
         _end(status)
@@ -176,15 +175,7 @@ def _run(session: Session, command: Command) -> None:
         error = without_launcher(error)
         show(error)
         # At once: what runs at exit may take long.
-        session.report(
-            Failed(
-                error=sendable(summary_of(error)),
-                traceback=sendable(traceback_of(error)),
-                is_fatal=is_fatal(error),
-                place=sendable(place_of(error)),
-                is_peer=is_lost_peer(error),
-            )
-        )
+        session.report(failure_of(error))
         _end(1)
 
 

@@ -19,7 +19,7 @@ def is_peer_failure(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.distributed.DistError):
         return True
-    text = str(error)
+    text = text_of(error)
     return isinstance(error, RuntimeError) and (
         "gloo" in text or "NCCL" in text or "TCPStore" in text
     )
@@ -27,4 +27,12 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception says that a peer is gone, and not that this node is at fault."""
-    return is_peer_failure(error) and any(text in str(error) for text in _LOST_CONNECTION)
+    return is_peer_failure(error) and any(text in text_of(error) for text in _LOST_CONNECTION)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text; "" if it raises, for it may be of a class of the user's."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - what is shown of it says so
+        return ""

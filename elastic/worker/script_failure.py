@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 
 import keepstep
-from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
+from keepstep.checkpoint.errors import (
+    CheckpointError,
+    ProcessEnded,
+    RankFailed,
+    SnapshotUnavailable,
+)
 from keepstep.elastic.errors import ElasticError, ReplicasDiverged, StepRejected, UsageError
-from keepstep.elastic.worker.peer_failure import is_peer_failure
+from keepstep.elastic.worker.messages import Failed, sendable
+from keepstep.elastic.worker.peer_failure import is_lost_peer, is_peer_failure, text_of
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 # Keepstep, and what it calls on the way to its errors, such as contextlib.
@@ -60,11 +71,45 @@ def show(error: BaseException) -> None:
     """Show an exception on standard error, by the hook that the script may have set."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception as hook_error:  # noqa: BLE001 - the user's; both are shown, as Python does
-        print("Error in sys.excepthook:", traceback_of(hook_error), file=sys.stderr)
-        print("Original exception was:", traceback_of(error), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    except BaseException as hook_error:  # noqa: BLE001 - the user's; both are shown, as Python does
+        # The script may have closed its standard error, or set another one.
+        with suppress(Exception):
+            print("Error in sys.excepthook:", traceback_of(hook_error), file=sys.stderr)
+            print("Original exception was:", traceback_of(error), file=sys.stderr)
+    flush_output()
+
+
+def flush_output() -> bool:
+    """Write out what is in Python's buffers; return whether nothing of it is lost.
+
+    As the interpreter does at its end: an output that the script has closed or taken away is none.
+    """
+    is_complete = True
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or getattr(stream, "closed", False):
+            continue
+        try:
+            stream.flush()
+        except Exception as error:  # noqa: BLE001 - the script's own stream may raise anything
+            is_complete = False
+            with suppress(OSError):
+                os.write(2, f"[keepstep] output is lost: {error!r}\n".encode())
+    return is_complete
+
+
+def failure_of(error: BaseException) -> Failed:
+    """Return what the agent is told of an exception that ended the script.
+
+    Args:
+        error: as `without_launcher` returned it.
+    """
+    return Failed(
+        error=sendable(summary_of(error)),
+        traceback=sendable(traceback_of(error)),
+        is_fatal=is_fatal(error),
+        place=sendable(place_of(error)),
+        is_peer=is_lost_peer(error),
+    )
 
 
 def place_of(error: BaseException) -> str:
@@ -77,7 +122,7 @@ def place_of(error: BaseException) -> str:
     """
     if not isinstance(error, Exception) or isinstance(error, _of_the_surroundings()):
         return ""
-    if is_peer_failure(error):
+    if is_peer_failure(error) or any(map(_is_of_an_ended_process, _chain_of(error))):
         return ""
     line = line_of(error)
     return f"{type(error).__name__} at {line}" if line else type(error).__name__
@@ -87,6 +132,28 @@ def line_of(error: BaseException) -> str:
     """Return the line that raised an exception, as "train.py:17"; "" if nothing has run."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_of_an_ended_process(error: BaseException) -> bool:
+    """Whether it says that a process which the script has started was ended, as for its memory.
+
+    A peer's end, read from a pipe, is an EOFError. The rest have no class of their own.
+    """
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode < 0
+    if isinstance(error, EOFError | BrokenExecutor):
+        return True
+    return isinstance(error, RuntimeError) and "DataLoader worker (pid" in text_of(error)
+
+
+def _chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it came from, each once."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        yield following
+        seen.add(id(following))
+        following = following.__cause__ or following.__context__
 
 
 def _of_the_surroundings() -> tuple[type[BaseException], ...]:
@@ -109,5 +176,5 @@ def is_fatal(error: BaseException) -> bool:
         # Nothing of the script has run: it does not exist, or cannot be compiled.
         return not isinstance(error, CheckpointError | ElasticError)
     # A rank that failed itself reports whether that is for good.
-    is_anothers = isinstance(error, SnapshotUnavailable | RankFailed)
+    is_anothers = isinstance(error, SnapshotUnavailable | RankFailed | ProcessEnded)
     return isinstance(error, CheckpointError) and not is_anothers

@@ -30,7 +30,9 @@ from keepstep.elastic.worker.messages import (
     Assign,
     Assignment,
     CloseGeneration,
+    Exiting,
     Failed,
+    Joined,
     RestartRequested,
     SnapshotCommitted,
     Stop,
@@ -38,6 +40,7 @@ from keepstep.elastic.worker.messages import (
     WorkerMessage,
     sendable,
 )
+from keepstep.elastic.worker.script_failure import flush_output
 from keepstep.elastic.worker.script_signals import end_unless_handled
 from keepstep.monitor.progress import ProgressBoard
 from keepstep.transport import Connection, PeerUnavailable
@@ -48,15 +51,26 @@ if TYPE_CHECKING:
 EXIT_AGENT_GONE = 70
 EXIT_RECEIVING_FAILED = 71
 EXIT_REPLACE = 72
+EXIT_CUT_OFF = 73
+_CUT_OFF = (
+    "the script has closed descriptors that are not its own, such as by os.closerange, and with "
+    "them the connection to its agent; close only what the script has opened"
+)
 
 
 class Session:
     """The worker's end of the connection to its agent. `start` begins to receive."""
 
     def __init__(
-        self, connection: Connection[WorkerMessage, AgentMessage], board: ProgressBoard
+        self,
+        connection: Connection[WorkerMessage, AgentMessage],
+        board: ProgressBoard,
+        descriptor: int,
     ) -> None:
         self._connection = connection
+        self._descriptor = descriptor
+        self._socket = _identity(descriptor)
+        self._has_joined = False
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._board = board
@@ -80,7 +94,19 @@ class Session:
         self._thread.start()
 
     def report(self, message: WorkerMessage) -> None:
-        """Send a message to the agent; if the agent is gone, the process ends."""
+        """Send a message to the agent; if the agent is gone, the process ends.
+
+        It also ends if the script has closed the connection, and the agent learns why. Only an
+        exception of the script is told all the same.
+        """
+        if self._is_cut_off:
+            if isinstance(message, Exiting):
+                return  # The exit status says it too.
+            self._board.leave_note(PROTOCOL.requests.encode(_as_failed(message)))
+            if isinstance(message, Failed):
+                return
+            os._exit(EXIT_CUT_OFF)
+        self._has_joined |= isinstance(message, Joined)
         try:
             with self._sending:
                 self._connection.send(message)
@@ -218,14 +244,20 @@ class Session:
         self._end_for_another()
 
     def _end_for_another(self) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(EXIT_REPLACE)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the descriptor of the connection is closed, or something else by now."""
+        return _identity(self._descriptor) != self._socket
 
     def _receive_all(self) -> None:
         try:
             while (message := self._connection.receive()) is not None:
                 self._apply(message)
+                if self._is_cut_off and not self._has_joined:
+                    return  # A script that needs no agent runs on as without one.
         except PeerUnavailable:
             os._exit(EXIT_AGENT_GONE)
         except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
@@ -235,6 +267,8 @@ class Session:
     def _end_after(self, error: BaseException) -> NoReturn:
         """End the process because its receiving thread failed, and make the agent replace it."""
         text = "this worker can no longer receive from its agent and is replaced"
+        if self._is_cut_off:
+            text = _CUT_OFF
         shown = "".join(traceback.format_exception(error))
         print(f"[keepstep] {text}: {shown}", file=sys.stderr, flush=True)
         self.report(Failed(error=text, traceback=sendable(shown)))
@@ -294,6 +328,19 @@ class Session:
         )
 
 
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Return what is open under a number; None if nothing is."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _as_failed(message: WorkerMessage) -> Failed:
+    return message if isinstance(message, Failed) else Failed(error=_CUT_OFF, traceback="")
+
+
 _session: Session | None = None  # A process has one agent, and this is its connection to it.
 
 
@@ -302,7 +349,9 @@ def open_session() -> Session:
     global _session
     inherited = socket.socket(fileno=int(os.environ.pop("KEEPSTEP_CHANNEL")))
     board = ProgressBoard(int(os.environ.pop("KEEPSTEP_PROGRESS")))
-    _session = Session(Connection.over_pair(inherited, PROTOCOL.client, "the agent"), board)
+    descriptor = inherited.fileno()
+    connection = Connection.over_pair(inherited, PROTOCOL.client, "the agent")
+    _session = Session(connection, board, descriptor)
     _session.start()
     return _session
 

@@ -12,6 +12,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from keepstep.elastic.worker.exception_hook import kept_hook
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,7 +54,8 @@ def _compute_sharded_step() -> None:
 
     try:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        with kept_hook():
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         _train(mesh)
         # A group lives as long as anything refers to it, and PyTorch keeps meshes in its caches.

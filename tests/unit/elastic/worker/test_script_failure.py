@@ -6,12 +6,14 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
-from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.errors import CheckpointError, ProcessEnded, RankFailed
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.elastic.errors import StepRejected, UsageError
+from keepstep.elastic.worker import script_failure
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
     place_of,
@@ -87,10 +89,11 @@ def test_script_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_wrong_input_is_fatal_and_another_ranks_failure_is_not(tmp_path: Path) -> None:
-    head = "from keepstep.checkpoint.errors import CheckpointError, RankFailed\n"
+    head = "from keepstep.checkpoint.errors import CheckpointError, ProcessEnded, RankFailed\n"
     head += "from keepstep.elastic.errors import StepRejected, UsageError\n"
     for error, expected in (
         (UsageError, True), (StepRejected, True), (CheckpointError, True), (RankFailed, False),
+        (ProcessEnded, False),
     ):  # fmt: skip
         found = failure_of(tmp_path, f"{head}raise {error.__name__}('x')")
         assert is_fatal(found) == expected
@@ -129,6 +132,13 @@ def test_the_scripts_own_hook_shows_the_error(
         ("raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error')", ""),
         ("from keepstep.checkpoint.errors import RankFailed\nraise RankFailed('x')", ""),
         ("raise SystemExit(3)", ""),
+        # A process that the system has ended is no error of the script's.
+        ("raise RuntimeError('DataLoader worker (pid 7) is killed by signal: Killed. ')", ""),
+        ("raise RuntimeError('DataLoader worker (pid(s) 7) exited unexpectedly')", ""),
+        ("import subprocess\nsubprocess.run(['sh', '-c', 'kill -9 $$'], check=True)", ""),
+        ("try:\n    raise EOFError\nexcept EOFError as e:\n    raise ValueError('x') from e", ""),
+        ("from concurrent.futures.process import BrokenProcessPool\nraise BrokenProcessPool", ""),
+        ("from keepstep.checkpoint.errors import ProcessEnded\nraise ProcessEnded('x')", ""),
     ],
 )
 def test_error_is_known_again_by_its_type_and_line_unless_the_surroundings_may_cause_it(
@@ -140,3 +150,44 @@ def test_error_is_known_again_by_its_type_and_line_unless_the_surroundings_may_c
     known = str(tmp_path / "train.py") if "KeyError" in place else json.__path__[0]
     assert found.startswith(place.format(known))
     assert bool(found) == bool(place)
+
+
+_NO_TEXT = "class NoText({}):\n    def __str__(self): raise ValueError\nraise NoText()"
+
+
+@pytest.mark.parametrize("base", ["Exception", "RuntimeError", "BaseException", "SystemError"])
+def test_error_whose_text_raises_is_told_with_its_traceback(tmp_path: Path, base: str) -> None:
+    told = script_failure.failure_of(failure_of(tmp_path, _NO_TEXT.format(base)))
+    assert told.error == "NoText: <exception str() failed>"
+    assert "train.py" in told.traceback
+
+
+def test_error_is_shown_although_the_hook_exits_and_the_output_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = failure_of(tmp_path, "1 / 0")
+    monkeypatch.setattr(sys, "excepthook", lambda *_: sys.exit(4))
+    for output in (None, closed_file(tmp_path)):
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "stderr", output)
+        show(error)
+
+
+def test_closed_output_loses_nothing_and_a_full_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for output in (None, closed_file(tmp_path)):
+        monkeypatch.setattr(sys, "stdout", output)
+        assert script_failure.flush_output()
+    full = open("/dev/full", "w")  # noqa: SIM115 - cannot be closed in good order
+    full.write("x")
+    monkeypatch.setattr(sys, "stdout", full)
+    assert not script_failure.flush_output()
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+
+
+def closed_file(directory: Path) -> TextIO:
+    file = (directory / "closed").open("w")
+    file.close()
+    return file

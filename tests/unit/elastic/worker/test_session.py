@@ -26,7 +26,12 @@ from keepstep.elastic.worker.messages import (
     Warm,
     WorkerMessage,
 )
-from keepstep.elastic.worker.session import EXIT_AGENT_GONE, EXIT_RECEIVING_FAILED, current
+from keepstep.elastic.worker.session import (
+    EXIT_AGENT_GONE,
+    EXIT_CUT_OFF,
+    EXIT_RECEIVING_FAILED,
+    current,
+)
 from keepstep.monitor.progress import Progress, ProgressBoard
 from keepstep.transport import Connection
 from tests.patience import patient
@@ -271,3 +276,29 @@ tell(10, 3)
 def test_process_without_an_agent_has_no_session() -> None:
     with pytest.raises(UsageError, match="keepstep run"):
         current()
+
+
+_CLOSES = """
+import os
+from keepstep.elastic.worker.messages import Failed
+
+os.closerange(3, 256)
+"""
+
+
+def test_worker_that_has_closed_its_connection_tells_why_its_script_failed() -> None:
+    script = _CLOSES + 'session.report(Failed(error="the reason", traceback="its lines"))'
+    with worker(script) as running:
+        assert running.finish()[0] == 0
+        told = PROTOCOL.requests.decode(running.board.note(), "the worker")
+    assert told == Failed(error="the reason", traceback="its lines")
+
+
+def test_worker_that_needs_the_connection_it_has_closed_ends_and_tells_why() -> None:
+    # Something else is open under its number: what is sent must not go there.
+    other = "opened = [os.open('/dev/null', os.O_RDWR) for _ in range(9)]\n"
+    with worker(_CLOSES + other + "session.report(Warm())") as running:
+        assert running.finish()[0] == EXIT_CUT_OFF
+        told = PROTOCOL.requests.decode(running.board.note(), "the worker")
+    assert isinstance(told, Failed)
+    assert "os.closerange" in told.error
