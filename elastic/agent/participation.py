@@ -44,6 +44,7 @@ from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
 from keepstep.transport import Identity
+from keepstep.transport.addresses import host_and_port
 
 log = logging.getLogger("keepstep")
 
@@ -116,7 +117,7 @@ class Participation:
                 node=config.node,
                 host=config.host,
                 nproc=config.workers,
-                agent=f"{config.host}:{agent_listener.port}",
+                agent=host_and_port(config.host, agent_listener.port),
                 server="",
                 store_port=store_socket.port,
                 lease=0,

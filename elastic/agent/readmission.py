@@ -24,6 +24,7 @@ from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Delete, Modified, Store
 from keepstep.elastic.store.outages import outlast_outage
 from keepstep.processes import module_command
+from keepstep.transport.addresses import host_and_port, loopback
 
 log = logging.getLogger("keepstep")
 
@@ -46,7 +47,7 @@ async def run_doctor(node: str, directory: Path) -> Sequence[str]:
     process = await asyncio.create_subprocess_exec(
         *module_command(
             "keepstep", "doctor", "--json", "--node", node,
-            "--listen", "127.0.0.1:0", "--directory", str(directory),
+            "--listen", host_and_port(loopback(), 0), "--directory", str(directory),
         ),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+from keepstep.transport.addresses import bound_socket
+
 _BACKLOG = 1024
 
 
@@ -34,8 +36,6 @@ class StoreSocket:
 
 
 def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family)
-    listening.bind((host, 0))
+    listening = bound_socket(host, 0)
     listening.listen(_BACKLOG)
     return listening

@@ -12,14 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.store.address import Access, Address, parse_address
+from keepstep.elastic.store.address import Access, Address, is_loopback, parse_address
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.transport.addresses import (
+    bound_socket,
+    host_and_port,
+    loopback,
+    without_brackets,
+)
 
 log = logging.getLogger("keepstep")
 
+_ENDPOINT_PORT = 29400
+"""The port of `--rdzv-endpoint HOST`, as torchrun has it."""
 _PROBE_S = 1.0
 _CONNECT_S = 10.0
 _START_S = 20.0
@@ -91,10 +99,16 @@ def _named_address(options: Mapping[str, Any]) -> Address | None:
         return parse_address(options["store"], options["secret_file"])
     endpoint = options["rdzv_endpoint"]
     if not endpoint and options["master_addr"] and options["master_port"]:
-        endpoint = f"{options['master_addr']}:{options['master_port']}"
-    if not endpoint:
+        endpoint = host_and_port(without_brackets(options["master_addr"]), options["master_port"])
+    if not endpoint or _is_any_port(endpoint):
         return None
-    return parse_address(f"{Access.SECRET}://{endpoint}", options["secret_file"])
+    return parse_address(f"{Access.SECRET}://{endpoint}", options["secret_file"], _ENDPOINT_PORT)
+
+
+def _is_any_port(endpoint: str) -> bool:
+    """Whether it is torchrun's way to have a free port of one's own machine, `localhost:0`."""
+    host, _, port = endpoint.rpartition(":")
+    return port == "0" and is_loopback(without_brackets(host))
 
 
 @contextmanager
@@ -106,13 +120,13 @@ def _started(
     Of the nodes of one `--rdzv-endpoint` that is the first whose address it is.
     """
     if address is None:
-        address = Address(("127.0.0.1:0",), Access.SECRET, options["secret_file"])
+        address = Address((host_and_port(loopback(), 0),), Access.SECRET, options["secret_file"])
     elif options["store"] or not _is_here(address) or _is_taken(address):
         yield None
         return
-    host, _, port = address.endpoints[0].rpartition(":")
+    port = address.endpoints[0].rpartition(":")[2]
     secret = coordinator_secret(address, os.environ)
-    server = EmbeddedEtcd(secret, host, int(port), parent=directory)
+    server = EmbeddedEtcd(secret, address.hosts[0], int(port), parent=directory)
     try:
         server.start()
     except (StoreUnavailable, UsageError):
@@ -146,8 +160,7 @@ async def _connect(address: Address, *, is_shared: bool) -> EtcdStore:
 def _is_here(address: Address) -> bool:
     """Return whether the address is this machine's."""
     try:
-        with socket.socket() as probe:
-            probe.bind((socket.gethostbyname(address.hosts[0]), 0))
+        bound_socket(address.hosts[0], 0).close()
     except OSError:
         return False
     return True
@@ -155,9 +168,9 @@ def _is_here(address: Address) -> bool:
 
 def _is_taken(address: Address) -> bool:
     """Return whether a process listens at the address."""
-    host, _, port = address.endpoints[0].rpartition(":")
+    port = address.endpoints[0].rpartition(":")[2]
     try:
-        socket.create_connection((host, int(port)), _PROBE_S).close()
+        socket.create_connection((address.hosts[0], int(port)), _PROBE_S).close()
     except OSError:
         return False
     return True

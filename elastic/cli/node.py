@@ -39,6 +39,7 @@ from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.local_jobs import registered
 from keepstep.elastic.worker.messages import Command
 from keepstep.private_files import NotPrivate
+from keepstep.transport.addresses import bound_socket, without_brackets
 
 log = logging.getLogger("keepstep")
 
@@ -91,7 +92,8 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             job = f"{Path(start.command.target).stem}{suffix}"
         if found.is_own:
             stack.enter_context(registered(job, found.address))
-        host = start.options["local_addr"] or _own_address(found.address)
+        given = start.options["local_addr"]
+        host = without_brackets(given) if given else _own_address(found.address)
         _check_host(host)
         try:
             node = start.options["node"] or stack.enter_context(own_node_name(job))
@@ -201,21 +203,28 @@ async def _serve_others(store: Store, job: str) -> None:
 def _own_address(address: Address) -> str:
     """Return the address of this host on its route to the coordinator."""
     endpoint = address.endpoints[0]
-    host, _, port = endpoint.rpartition(":")
+    port = endpoint.rpartition(":")[2]
+    reason: OSError | None = None
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
-            return str(probe.getsockname()[0])
+        for family, kind, number, _, target in socket.getaddrinfo(
+            address.hosts[0], int(port), type=socket.SOCK_DGRAM
+        ):
+            try:
+                with socket.socket(family, kind, number) as probe:
+                    probe.connect(target)
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                reason = error  # Another of its addresses may be reached.
     except OSError as error:
-        raise UsageError(
-            f"cannot determine this host's address towards {endpoint} ({error}); give --local-addr"
-        ) from None
+        reason = error
+    raise UsageError(
+        f"cannot determine this host's address towards {endpoint} ({reason}); give --local-addr"
+    )
 
 
 def _check_host(host: str) -> None:
     try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
+        bound_socket(host, 0).close()
     except OSError as error:
         raise UsageError(
             f"--local-addr {host}: {error.strerror or error}; give an address of this host"

@@ -50,14 +50,17 @@ class Address:
         return tuple(endpoint.rpartition(":")[0].strip("[]") for endpoint in self.endpoints)
 
 
-def parse_address(text: str, secret_file: Path | None = None) -> Address:
+def parse_address(
+    text: str, secret_file: Path | None = None, default_port: int = _DEFAULT_PORT
+) -> Address:
     """Parse a coordinator URL.
 
     Args:
         text: `etcd://h1:2379,h2:2379`, `etcds://...` for TLS, `keepstep://HOST:PORT` for a
-            coordinator that keepstep started, or `host:port`, comma separated; the port defaults to
-            2379.
+            coordinator that keepstep started, or `host:port`, comma separated; IPv6 addresses are
+            in brackets.
         secret_file: see `Address`.
+        default_port: the port where none is given.
 
     Raises:
         UsageError: the scheme is another one, or a port is not a number from 1 to 65535.
@@ -73,8 +76,14 @@ def parse_address(text: str, secret_file: Path | None = None) -> Address:
     endpoints = []
     for part in rest.rstrip("/").split(","):
         host, colon, port = part.rpartition(":")
-        if not colon:
-            host, port = part, str(_DEFAULT_PORT)
+        if not colon or part.endswith("]"):
+            host, port = part, str(default_port)
+        is_bracketed = host.startswith("[") and host.endswith("]")
+        if ":" in host and not is_bracketed:
+            raise UsageError(
+                f"store {text!r}: write an IPv6 address in brackets, such as "
+                f"[{part}]:{default_port}"
+            )
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise UsageError(f"store {text!r}: {part!r} is not HOST:PORT")
         endpoints.append(f"{host}:{port}")

@@ -31,6 +31,7 @@ from keepstep.elastic.store.ports import ReservedPort
 from keepstep.notices import notices_blocked
 from keepstep.private_files import write_file
 from keepstep.processes import module_command
+from keepstep.transport.addresses import host_and_port, loopback, without_brackets
 
 _START_S = 20.0
 _POLL_S = 0.01
@@ -42,7 +43,7 @@ class EmbeddedEtcd:
 
     Args:
         secret: what clients prove to know.
-        host: address or name to listen on for clients.
+        host: address or name to listen on for clients; None: this host's loopback.
         port: port for clients; 0: any free port.
         parent: private directory for the process's files; None: the directory for temporary files.
     """
@@ -50,14 +51,14 @@ class EmbeddedEtcd:
     def __init__(
         self,
         secret: bytes,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         port: int = 0,
         *,
         parent: Path | None = None,
     ) -> None:
         self._certificates = issue(secret)
         self._parent = parent
-        self._host = host
+        self._host = without_brackets(host or loopback())
         self._wanted_port = port
         self._port = port
         self._ports: list[ReservedPort] = []
@@ -67,7 +68,7 @@ class EmbeddedEtcd:
     @property
     def url(self) -> str:
         """The coordinator URL, as for `--store`."""
-        return Address((f"{self._host}:{self._port}",), Access.SECRET).url
+        return Address((host_and_port(self._host, self._port),), Access.SECRET).url
 
     @property
     def pid(self) -> int:
@@ -83,20 +84,22 @@ class EmbeddedEtcd:
             StoreUnavailable: etcd does not start.
         """
         try:
-            ip = socket.gethostbyname(self._host)
-            self._ports = [ReservedPort(ip, self._wanted_port), ReservedPort()]
+            for host, port in ((self._host, self._wanted_port), (loopback(), 0)):
+                self._ports.append(ReservedPort(host, port))
         except OSError as error:
+            self.stop()
             raise UsageError(
                 f"etcd cannot listen on port {self._wanted_port} of {self._host} "
                 f"({error.strerror}); choose another"
             ) from error
-        self._port, peer_port = (port.number for port in self._ports)
+        clients, peers = self._ports
+        self._port = clients.number
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-", dir=self._parent))
         _write(self._certificates, self._directory)
         log = self._directory / "log"
         with log.open("wb") as output, notices_blocked():
             self._process = subprocess.Popen(
-                _command(ip, self._port, peer_port, self._directory),
+                _command(clients, peers, self._directory),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -108,9 +111,8 @@ class EmbeddedEtcd:
         if not self._wait_until_serving():
             last_lines = log.read_text(errors="replace").strip().splitlines()[-1:]
             self.stop()
-            raise StoreUnavailable(
-                f"etcd did not start on {self._host}:{self._port}: {' '.join(last_lines)}"
-            )
+            address = host_and_port(self._host, self._port)
+            raise StoreUnavailable(f"etcd did not start on {address}: {' '.join(last_lines)}")
 
     def stop(self) -> None:
         """Stop the process and remove its files. May be called twice."""
@@ -203,8 +205,10 @@ def _write(certificates: Certificates, directory: Path) -> None:
         write_file(directory / name, content)
 
 
-def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[str]:
-    client, peer = f"https://{ip}:{port}", f"https://127.0.0.1:{peer_port}"
+def _command(clients: ReservedPort, peers: ReservedPort, directory: Path) -> Sequence[str]:
+    client, peer = (
+        f"https://{host_and_port(port.address, port.number)}" for port in (clients, peers)
+    )
     authority, certificate, key = (
         str(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)
     )
@@ -223,7 +227,7 @@ def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[st
         "--peer-cert-file", certificate, "--peer-key-file", key,
         # Beside TLS: what a browser sends is answered for no origin and no host name but these,
         # and there is no JSON interface that it could use.
-        "--cors", client, "--host-whitelist", ip, "--enable-grpc-gateway=false",
+        "--cors", client, "--host-whitelist", clients.address, "--enable-grpc-gateway=false",
         "--listen-client-urls", client, "--advertise-client-urls", client,
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
         "--initial-cluster", f"default={peer}",

@@ -8,30 +8,30 @@ Python's servers do) can still bind the port (Linux, `inet_csk_get_port`).
 
 from __future__ import annotations
 
-import socket
 from types import TracebackType
 from typing import Self
+
+from keepstep.transport.addresses import bound_socket
 
 
 class ReservedPort:
     """One reserved TCP port, until closed; a context manager.
 
     Args:
-        host: address that the later process will listen on.
+        host: address or name that the later process will listen on.
         port: port to reserve; 0: any free port.
+
+    Attributes:
+        address: the address of `host` on which it is.
+        number: the port.
 
     Raises:
         OSError: a process already listens on the port.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._socket = socket.socket()
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((host, port))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = bound_socket(host, port, reuse=True)
+        self.address: str = self._socket.getsockname()[0]
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:

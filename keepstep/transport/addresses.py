@@ -42,9 +42,59 @@ class TcpAddress:
     port: int
 
     def __str__(self) -> str:
-        return (
-            f"tcp:[{self.host}]:{self.port}" if ":" in self.host else f"tcp:{self.host}:{self.port}"
-        )
+        return f"tcp:{host_and_port(self.host, self.port)}"
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return `HOST:PORT`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bound_socket(host: str, port: int, *, reuse: bool = False) -> socket.socket:
+    """Return a TCP socket that is bound to an address of this host; port 0 takes a free one.
+
+    Args:
+        host: an address, or a name: its first address that is of this host, IPv4 ones first.
+        port: the port.
+        reuse: connections that have ended, and listeners that allow it too, may have the port.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this host.
+    """
+    found = socket.getaddrinfo(
+        without_brackets(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
+    for left, (family, kind, number, _, target) in zip(range(len(found))[::-1], found, strict=True):
+        bound = socket.socket(family, kind, number)
+        try:
+            if reuse:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                # As Python's servers: the same port of IPv4 is another address.
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            bound.bind(target)
+        except OSError:
+            bound.close()
+            if not left:
+                raise
+        else:
+            return bound
+    raise OSError(f"{host} has no address")
+
+
+def without_brackets(host: str) -> str:
+    """Return a host without the brackets around an IPv6 address."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def loopback() -> str:
+    """Return the address by which this host reaches itself: that of IPv4, if it has any."""
+    try:
+        bound_socket("127.0.0.1", 0).close()
+    except OSError:
+        return "::1"
+    return "127.0.0.1"
 
 
 def parse_address(text: str) -> UnixAddress | TcpAddress:
@@ -58,7 +108,7 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
         return UnixAddress(Path(rest))
     host, _, port = rest.rpartition(":")
     if scheme == "tcp" and host and port.isascii() and port.isdigit() and int(port) < 2**16:
-        return TcpAddress(host.removeprefix("[").removesuffix("]"), int(port))
+        return TcpAddress(without_brackets(host), int(port))
     raise ValueError(f"{text!r} is no address; write unix:PATH or tcp:HOST:PORT")
 
 
@@ -89,8 +139,8 @@ def listen(address: str) -> socket.socket:
     """
     place = parse_address(address)
     if isinstance(place, TcpAddress):
-        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-        listener = socket.create_server((place.host, place.port), family=family, backlog=_BACKLOG)
+        listener = bound_socket(place.host, place.port, reuse=True)
+        listener.listen(_BACKLOG)
     else:
         listener = socket.socket(socket.AF_UNIX)
         try:

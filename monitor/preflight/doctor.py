@@ -54,6 +54,8 @@ from keepstep.transport import (
     listen,
     tcp_address_of,
 )
+from keepstep.transport.addresses import host_and_port
+from keepstep.transport.addresses import loopback as loopback_address
 
 _GREETING_S = 5.0
 _LINK_S = 60.0
@@ -168,9 +170,10 @@ class Doctor:
         except OSError as error:
             errors["disk"] = f"{directory}: {error.strerror}"
         loopback: LinkResult | None = None
-        host = "127.0.0.1" if self._address[0] in ("", "0.0.0.0") else self._address[0]
+        is_any = self._address[0] in ("", "0.0.0.0", "::")
+        host = loopback_address() if is_any else self._address[0]
         try:
-            loopback = self._measure(f"{host}:{self.port}", _LOOPBACK_ROUND)
+            loopback = self._measure(host_and_port(host, self.port), _LOOPBACK_ROUND)
         except (MonitorUnreachable, ProtocolViolation) as error:
             errors["loopback"] = str(error)
         return NodeExamination(

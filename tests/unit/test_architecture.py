@@ -142,7 +142,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.rendezvous": (
             "checkpoint.layout checkpoint.memory checkpoint.parity elastic.errors elastic.store"
         ),
-        "elastic.store": "elastic.errors notices private_files processes",
+        "elastic.store": "elastic.errors notices private_files processes transport",
         "elastic.worker": (
             "checkpoint.errors checkpoint.layout elastic.errors elastic.rendezvous monitor"
             " monitor.errors monitor.progress monitor.telemetry notices processes transport"
@@ -166,7 +166,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.cli": (
             "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
-            " monitor.contracts monitor.errors notices private_files processes"
+            " monitor.contracts monitor.errors notices private_files processes transport"
         ),
         "elastic": "",
         # The front of it all.
@@ -260,8 +260,9 @@ PUBLIC = {
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
         "CheckpointTooNew", "Descriptions", "FlatFragment", "FormatUnsupported", "LayoutMismatch",
-        "MemoryShort", "Part", "PartTable", "RankFailed", "RulesInvalid", "SaveHandle", "Saver",
-        "Scale", "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
+        "MemoryShort", "Part", "PartTable", "ProcessEnded", "RankFailed", "RulesInvalid",
+        "SaveHandle", "Saver", "Scale", "SnapshotInvariantViolated", "SnapshotUnavailable",
+        "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",
