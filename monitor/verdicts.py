@@ -48,6 +48,28 @@ class Advice(StrEnum):
     REPLACE_NODE = "replace node"
 
 
+_REMEDIES: Mapping[Syndrome, str] = {
+    Syndrome.COMMUNICATION_HANG: "look at the network between these ranks with `keepstep doctor`",
+    Syndrome.NON_COMMUNICATION_HANG: "look at the rank's stacks",
+    Syndrome.COMMUNICATION_SLOW: "look at the network with `keepstep doctor`",
+    Syndrome.NON_COMMUNICATION_SLOW: "look at the node's processors and GPUs, and at what else "
+    "runs there",
+    Syndrome.LOAD_IMBALANCE: "look at how layers, experts and samples are distributed",
+    Syndrome.MISMATCH: "mend the script: the stacks show where its ranks part",
+    Syndrome.DEAD_PROCESS: "look at the last lines of the rank's output, and at the kernel's log",
+    Syndrome.DATA_STALL: "look at the data loader and the storage that it reads",
+    Syndrome.CHECKPOINT_STALL: "look at the storage that checkpoints go to",
+    Syndrome.GARBAGE_COLLECTION: "collect garbage on all ranks in the same step",
+    Syndrome.THROTTLED: "look at the node's cooling, power limits and cgroup",
+    Syndrome.MEMORY_SHORT: "find what takes the node's memory, before the kernel kills a rank",
+    Syndrome.DEVICE_ERROR: "look at the device with `nvidia-smi -q` and `dmesg`",
+    Syndrome.LOSS_NOT_FINITE: "go back to an earlier checkpoint, or reject such steps",
+    Syndrome.LOSS_SPIKE: "look at the loss curve and at this step's batch",
+    Syndrome.SILENT_CORRUPTION: "take the node out, and check it with `keepstep doctor`",
+}
+"""What to do about each syndrome where nothing can be done automatically."""
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """Whom a verdict names.
@@ -101,6 +123,28 @@ class Verdict:
     confidence: float
     cost_s_per_step: float
     advice: Advice
+
+    @property
+    def instruction(self) -> str:
+        """What a person should do now, in one sentence."""
+        ranks = ", ".join(map(str, self.subject.ranks[:4]))
+        match self.advice:
+            case Advice.OBSERVE:
+                return "nothing yet: it may end by itself"
+            case Advice.RESTART_WORKER:
+                return (
+                    f"kill the process of rank {ranks}; `keepstep monitor --act restart` does it "
+                    "by itself"
+                )
+            case Advice.REPLACE_NODE if self.subject.node:
+                return (
+                    f"take {self.subject.node} out: `keepstep evict {self.subject.node}`; "
+                    "`keepstep monitor --act replace` does it by itself"
+                )
+        remedy = _REMEDIES[self.syndrome]
+        if self.cost_s_per_step == math.inf and ranks:
+            return f"{remedy}; to end the standstill, kill the process of rank {ranks}"
+        return remedy
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON; an infinite cost becomes null."""

@@ -21,15 +21,18 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
     """Return the state of a job as JSON, at a wall-clock time in seconds."""
     generation = view.generation
     places = {member.node: member for member in generation.members} if generation else {}
+    # Nodes tell the coordinator of their steps every few seconds, of snapshots at once.
+    committed = view.snapshot.snapshot.step if view.snapshot else 0
     return {
         "generation": view.generation_number,
         "closing": view.closing.reason if view.is_closing and view.closing else None,
         "paused": view.pause.reason if view.pause else None,
+        "paused_at_s": view.pause.at_s if view.pause else None,
         "scaled_to": view.scale.to_json() if view.scale else None,
         "world_size": generation.world_size if generation else 0,
         "leader": view.leader,
         "parity": generation.parity if generation else 0,
-        "step": max((joined.record.step for joined in view.nodes.values()), default=0),
+        "step": max(committed, *(joined.record.step for joined in view.nodes.values()), 0),
         "snapshot": msgspec.to_builtins(view.snapshot.snapshot) if view.snapshot else None,
         "checkpoint": view.checkpoint.to_json() if view.checkpoint else None,
         "nodes": [
@@ -39,7 +42,7 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
                 "phase": joined.record.phase.value,
                 "ranks": _ranks(places.get(node)),
                 "group": places[node].group if node in places else None,
-                "step": joined.record.step,
+                "step": max(joined.record.step, committed if node in places else 0),
                 "leaving": joined.record.leaving,
                 "snapshot_memory_nbytes": joined.record.memory_nbytes,
             }
@@ -81,9 +84,16 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     lines += _describe_replicas(state["replicas"])
     lines += _describe_intervals(state["intervals"])
     if state["paused"] is not None:
-        lines.append(f"paused, `keepstep resume {job}` goes on: {state['paused']}")
+        since = _clock_time(state["paused_at_s"])
+        lines.append(f"paused since {since}, `keepstep resume {job}` goes on: {state['paused']}")
     elif state["closing"]:
         lines.append(f"changing membership: {state['closing']}")
+    standing = {
+        rank
+        for verdict in view.current_verdicts
+        if verdict.cost_s_per_step is None
+        for rank in verdict.ranks
+    }
     nodes = Table(box=box.SIMPLE_HEAD)
     for name in ("node", "host", "ranks", "phase", "step", "snapshots"):
         nodes.add_column(name)
@@ -93,11 +103,13 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
             Text(node["node"] + leads),
             node["host"],
             node["ranks"],
-            "leaving" if node["leaving"] else node["phase"],
+            _doing(node, state, standing),
             str(node["step"]),
             f"{node['snapshot_memory_nbytes'] / 2**20:.1f} MiB",
         )
     parts: list[RenderableType] = [Text("\n".join(lines)), nodes]
+    if state["leader"] is not None:
+        parts.append(Text("* decides for the job\n"))
     if view.current_verdicts:
         parts.append(Text(verdicts(view, wall_s)))
     if view.history.recoveries:
@@ -105,12 +117,24 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     return Group(*parts)
 
 
+def _doing(node: Mapping[str, Any], state: Mapping[str, Any], standing: set[int]) -> str:
+    """Return what a node does, for people."""
+    if node["leaving"]:
+        return "leaving"
+    if state["paused"] is not None:
+        return "paused"
+    first, _, last = node["ranks"].partition("-")
+    is_member = first.isdigit()
+    ranks = range(int(first), int(last or first) + 1) if is_member else range(0)
+    return "stands still" if standing.intersection(ranks) else str(node["phase"])
+
+
 def _snapshot_age(step: int, commit: SnapshotCommit | None) -> str:
     """Return the snapshot's step, and how many steps a recovery would now compute again."""
     if commit is None:
         return "none"
     behind = max(0, step - commit.snapshot.step)
-    return f"step {commit.snapshot.step}" + (f", {behind} steps ago" if behind else "")
+    return f"step {commit.snapshot.step}" + (f", {_counted(behind, 'step')} ago" if behind else "")
 
 
 def verdicts(view: View, wall_s: float) -> str:
@@ -128,7 +152,7 @@ def verdicts(view: View, wall_s: float) -> str:
         lines.append(
             f"  {verdict.subject}: {verdict.syndrome}, "
             f"for {max(0.0, wall_s - verdict.since_s):.0f} s; {cost}; "
-            f"confidence {verdict.confidence:.0%}; advice: {verdict.advice}"
+            f"confidence {verdict.confidence:.0%}; what to do: {verdict.advice}"
         )
         lines += [f"    {line}" for line in verdict.evidence]
     if view.verdicts.omitted:
@@ -136,41 +160,34 @@ def verdicts(view: View, wall_s: float) -> str:
     return "\n".join([*lines, ""])
 
 
-def recoveries(history: Sequence[Recovery]) -> Table:
-    """Return a table of the changes of generation: each phase's end, in seconds from detection."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title="recoveries: seconds from detection to members settled, processes ready, "
-        "state restored, first step done",
-        title_justify="left",
-    )
-    columns = "reason ranks detected members ready state stepped step lost from"
-    for name in columns.split():
-        table.add_column(name, no_wrap=name != "reason", min_width=8 if name == "reason" else None)
+def recoveries(history: Sequence[Recovery]) -> RenderableType:
+    """Return the changes of generation, of each the reason and what came of it."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
     for recovery in history:
-        detected_s = recovery.detected_at_s
-        table.add_row(
-            # As `Text`: gloo's messages begin with a path in brackets, which rich takes for markup.
-            Text(recovery.reason.partition("\n")[0]),
-            str(recovery.world_size),
-            _clock_time(detected_s),
-            *(
-                f"{at_s - detected_s:.2f}"
-                for at_s in (
-                    recovery.opened_at_s,
-                    recovery.ready_at_s,
-                    recovery.restored_at_s,
-                    recovery.stepped_at_s,
-                )
-            ),
-            str(recovery.resumed_step),
-            str(recovery.lost_steps),
-            # On separate lines, and short: a terminal may have 80 columns.
-            recovery.source.replace("peers' memory", "peers'").replace(", ", ",\n"),
-        )
-    return table
+        # As `Text`: gloo's messages begin with a path in brackets, which rich takes for markup.
+        told = f"{recovery.reason.partition(chr(10))[0]}\n{_outcome(recovery)}"
+        table.add_row(_clock_time(recovery.detected_at_s), Text(told))
+    return Group(Text("recoveries, in seconds after detection:"), table)
+
+
+def _outcome(recovery: Recovery) -> str:
+    phases = (
+        ("members settled", recovery.opened_at_s),
+        ("processes ready", recovery.ready_at_s),
+        ("state restored", recovery.restored_at_s),
+        ("first step done", recovery.stepped_at_s),
+    )
+    times = ", ".join(f"{name} {at_s - recovery.detected_at_s:.2f}" for name, at_s in phases)
+    return (
+        f"{_counted(recovery.world_size, 'rank')} from step {recovery.resumed_step} "
+        f"({_counted(recovery.lost_steps, 'step')} computed again), from {recovery.source}; {times}"
+    )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def _restored_state(view: View) -> dict[str, Any] | None:

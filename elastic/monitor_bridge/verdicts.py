@@ -67,7 +67,7 @@ def published_verdicts(
                 evidence=tuple(map(_truncate, verdict.evidence[:_MAX_EVIDENCE_LINES])),
                 confidence=verdict.confidence,
                 cost_s_per_step=_finite(verdict.cost_s_per_step),
-                advice=str(verdict.advice),
+                advice=_truncate(verdict.instruction),
             )
             for verdict in costliest_first[:_MAX_VERDICTS]
         ),

@@ -607,7 +607,8 @@ class History(Record):
 class PublishedVerdict(Record):
     """A verdict of the monitor.
 
-    `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill.
+    `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill; `advice` says what a
+    person should do.
     """
 
     subject: str

@@ -172,16 +172,22 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
     show_default=True,
     help="The daemon's address.",
 )
-@_JOB
+@click.option(
+    "--job",
+    callback=named,
+    envvar="KEEPSTEP_JOB",
+    help="Name of the job. Default: the only one that is recorded on this machine.",
+)
 @_SECRET
 @click.option(
     "--once",
     is_flag=True,
     help="Print once instead of following, as without a terminal.",
 )
-def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
+def top(url: str, job: str | None, secret_file: Path | None, once: bool) -> None:
     """Show live ranks, steps, step times and verdicts in the terminal."""
     from keepstep.monitor.cli.top import show
+    from keepstep.monitor.telemetry.ring_files import recorded_jobs
 
     address, _, fragment = url.partition("#")
     if fragment:
@@ -189,7 +195,13 @@ def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
             "--url has a token, which every user of this machine can see in the list of processes; "
             "leave it out from the # on: top derives it from the secret (--job, --secret-file)"
         )
-    show(address, job_secret(job, secret_file), once=once)
+    recorded = recorded_jobs() if job is None else ()
+    if len(recorded) > 1:
+        raise click.UsageError(
+            f"several jobs are recorded on this machine: {', '.join(recorded)}; give --job"
+        )
+    name = job or (recorded[0] if recorded else "default")
+    show(address, job_secret(name, secret_file), once=once)
 
 
 def _run(

@@ -27,7 +27,9 @@ from keepstep.monitor.tree.monitor_client import MonitorClient
 
 _EVERY_S = 1.0
 _TIMEOUT_S = 5.0
-_STEPS = 40
+_LEAST_STEPS, _MOST_STEPS = 10, 40
+_OTHER_COLUMNS = 70
+"""Characters of a line that the strip of steps leaves to what a rank is doing, and so on."""
 _ROWS = 256
 # Up to a tenth above the usual duration is noise; beyond it, the limit of each block.
 _BLOCKS = (
@@ -59,9 +61,14 @@ def show(url: str, secret: bytes, *, once: bool) -> None:
 def render(overview: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> RenderableType:
     """Return a daemon's overview and heat map, both JSON, for a terminal."""
     parts: list[RenderableType] = [Text(_head(overview), style="bold")]
+    status = overview["job_status"] or {}
+    if status.get("paused"):
+        since = time.strftime("%H:%M:%S", time.localtime(status["paused_at_s"]))
+        text = f"paused since {since}, `keepstep resume {overview['job']}` goes on: "
+        parts.append(Text(f"{text}{status['paused']}", style="yellow"))
     holding = [entry for entry in overview["verdicts"] if entry["closed_at_s"] is None]
     parts += [_verdict(entry, now_s) for entry in holding]
-    if not holding:
+    if not holding and not status.get("paused"):
         parts.append(_no_verdict(overview))
     for url, reason in overview["missing"].items():
         parts.append(Text(f"no answer from {url}: {reason}", style="yellow"))
@@ -103,9 +110,10 @@ def _verdict(entry: Mapping[str, Any], now_s: float) -> RenderableType:
     line = Text.assemble(
         (f"{verdict['syndrome']}: {entry['subject']}", style),
         f"   for {_seconds(now_s - entry['since_s'])}, {cost}, "
-        f"confidence {verdict['confidence']:.0%}, advice: {verdict['advice']}",
+        f"confidence {verdict['confidence']:.0%}",
     )
-    return Group(line, *(Padding(Text(sentence), (0, 0, 0, 2)) for sentence in verdict["evidence"]))
+    sentences = (*verdict["evidence"], f"what to do: {entry['to_do']}")
+    return Group(line, *(Padding(Text(sentence), (0, 0, 0, 2)) for sentence in sentences))
 
 
 def _ranks(overview: Mapping[str, Any], heat: Mapping[str, Any], suspects: set[int]) -> Table:
@@ -116,6 +124,8 @@ def _ranks(overview: Mapping[str, Any], heat: Mapping[str, Any], suspects: set[i
     }
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     steps = heat["steps"]
+    status = overview["job_status"] or {}
+    node_of = {rank: each["node"] for each in status.get("members", ()) for rank in each["ranks"]}
     columns = (
         "rank",
         "node",
@@ -135,11 +145,11 @@ def _ranks(overview: Mapping[str, Any], heat: Mapping[str, Any], suspects: set[i
         is_marked = rank["rank"] in suspects or has_died
         table.add_row(
             Text(str(rank["rank"]), style="bold red" if is_marked else ""),
-            Text(rank["node"]),
+            Text(node_of.get(rank["rank"], rank["node"])),
             str(rank["step"]),
             _seconds(rank["last_step_s"]),
             strip(strips.get(rank["rank"], ())),
-            Text(_doing(rank)),
+            Text("ended: paused" if status.get("paused") else _doing(rank)),
         )
     return table
 
@@ -214,7 +224,8 @@ async def _show(url: str, secret: bytes, once: bool) -> None:
 async def _request(client: MonitorClient, url: str) -> RenderableType:
     try:
         overview = await client.ask_object(f"{url}/v1/overview", _TIMEOUT_S)
-        heat = await client.ask_object(f"{url}/v1/heat?columns={_STEPS}&rows={_ROWS}", _TIMEOUT_S)
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, Console().width - _OTHER_COLUMNS))
+        heat = await client.ask_object(f"{url}/v1/heat?columns={steps}&rows={_ROWS}", _TIMEOUT_S)
         return render(overview, heat, time.time())
     except (ProtocolViolation, KeyError, TypeError, ValueError) as error:
         raise MonitorUnreachable(

@@ -119,7 +119,9 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
             if waiter in analysis.rows and analysis.rows[waiter]["alive"]
         ]
         longest_s = max((analysis.idle_s[waiter] for waiter in present), default=0.0)
-        waiters_sentence = f"{len(present)} ranks wait for it directly, for up to {longest_s:.1f} s"
+        waiters_sentence = _waiters_sentence(
+            len(present), f"for it directly, for up to {longest_s:.1f} s"
+        )
         queued = analysis.oldest_queued(rank)
         if not present and queued is not None:
             longest_s = min(queued[1], analysis.idle_s[rank])
@@ -185,6 +187,10 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
     return verdicts
 
 
+def _waiters_sentence(count: int, rest: str) -> str:
+    return f"{count} rank{'s wait' if count != 1 else ' waits'} {rest}"
+
+
 def _unreported_ranks(
     analysis: Standstill, waiters_of: Mapping[int, Collection[int]]
 ) -> list[Verdict]:
@@ -196,7 +202,7 @@ def _unreported_ranks(
     longest_s = max(analysis.idle_s[waiter] for waiter in waiters)
     evidence = (
         f"no monitor reports rank{'s' * (len(waiters_of) > 1)} {names}",
-        f"{len(waiters)} ranks wait directly, for up to {longest_s:.1f} s",
+        _waiters_sentence(len(waiters), f"directly, for up to {longest_s:.1f} s"),
     )
     # What they did last is not known.
     since_s = min(analysis.moved_s(waiter) for waiter in waiters)

@@ -92,6 +92,7 @@ class EnforcementPolicy:
             the window of ten steps.
         alert_again_s: after this long, an alert on a verdict that still holds is repeated: people
             overlook alerts.
+        alert_cost_s: a slowdown that has cost the job less is no alert: pages show it.
         restart_cost_s: what a restart of a worker costs the job; keepstep's measured gap is 1 s,
             other launchers take a minute.
         replace_cost_s: what a replacement costs: a spare's start-up, a new generation, state to
@@ -109,6 +110,7 @@ class EnforcementPolicy:
     sustained_s: float = 1.0
     forgotten_s: float = 60.0
     alert_again_s: float = 3600.0
+    alert_cost_s: float = 5.0
     restart_cost_s: float = 10.0
     replace_cost_s: float = 60.0
     least_confidence: float = 0.7
@@ -285,7 +287,8 @@ def _next_action(
             )
             return _charge_budget(state, key, action, nodes), action
         return _alert(policy, state, key, f"not done: {refusal}")
-    if verdict.advice is Advice.OBSERVE:
+    is_slowdown = 0.0 < verdict.cost_s_per_step < math.inf
+    if verdict.advice is Advice.OBSERVE or (is_slowdown and case.lost_s < policy.alert_cost_s):
         return state, None
     return _alert(policy, state, key, _describe_loss(state, case))
 

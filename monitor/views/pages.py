@@ -8,16 +8,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from keepstep.monitor.contracts import JobStatus
-from keepstep.monitor.records import Kind, Operation, Phase, RankRecords, arrival_times
+from keepstep.monitor.records import (
+    Communicator,
+    Kind,
+    Operation,
+    Phase,
+    RankRecords,
+    arrival_times,
+)
 from keepstep.monitor.telemetry.record_history import RankHistory
 from keepstep.monitor.watch.goodput import goodput
-from keepstep.monitor.watch.matrices import delays
+from keepstep.monitor.watch.matrices import delays, present_waits
 from keepstep.monitor.watch.step_times import (
     TimelineSpan,
     display_name,
@@ -34,6 +41,8 @@ _MOST_RANKS = 4096
 """An overview contains at most so many ranks, those without progress for the longest time."""
 _MOST_RANKS_IN_MATRICES = 1024
 """If there are more, every second, third and so on: a row stands for several ranks anyway."""
+_LONG_WAIT_S, _LONG_WAIT_STEPS = 3.0, 3.0
+"""Waits are shown as present ones beyond this many seconds, and this many steps' time."""
 _NEWEST_IN_MATRICES, _MOST_IN_MATRICES = 512, 1 << 17
 """Operations of each rank, and of all together: copying these takes some milliseconds."""
 
@@ -115,23 +124,46 @@ def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
     }
 
 
-def operations_for_matrices(watch: Watch) -> dict[int, RankRecords]:
-    """Return the operations that `delay_matrices` is computed from: copies, in bounded number."""
+@dataclass(frozen=True, slots=True)
+class MatrixInputs:
+    """What `delay_matrices` is computed from: copies, in bounded number.
+
+    Args:
+        ranks: their newest operations.
+        communicators: of the job.
+        long_s: a wait that has lasted longer is shown instead of past ones.
+    """
+
+    ranks: Mapping[int, RankRecords]
+    communicators: Mapping[int, Communicator]
+    long_s: float
+
+
+def operations_for_matrices(watch: Watch) -> MatrixInputs:
+    """Return what `delay_matrices` is computed from."""
     ranks = [history.state.rank for history in watch.rank_views.ranks()]
     ranks = ranks[:: math.ceil(len(ranks) / _MOST_RANKS_IN_MATRICES) or 1]
     newest = min(_NEWEST_IN_MATRICES, _MOST_IN_MATRICES // max(1, len(ranks)))
-    return watch.rank_views.newest_operations(ranks, newest)
+    return MatrixInputs(
+        watch.rank_views.newest_operations(ranks, newest),
+        dict(watch.rank_views.communicators),
+        max(_LONG_WAIT_S, _LONG_WAIT_STEPS * (watch.rank_views.typical_step_s() or 0.0)),
+    )
 
 
-def delay_matrices(ranks: Mapping[int, RankRecords], rows: int) -> dict[str, Any]:
+def delay_matrices(inputs: MatrixInputs, rows: int) -> dict[str, Any]:
     """Return how long ranks wait for each other, and how long messages between them take.
 
-    It takes long, and may be called on any thread.
+    If ranks wait for long now, the waits are those so far, and the others are left out: means of
+    the past would hide them. It takes long, and may be called on any thread.
     """
-    matrices = delays(ranks, rows)
+    matrices = delays(inputs.ranks, rows)
+    present = present_waits(inputs.ranks, inputs.communicators, matrices.rows)
+    is_long = bool((present > inputs.long_s).any())
     return {
         "rows": matrices.rows,
-        "waiting": _numbers(matrices.waiting),
+        "waits_now": is_long,
+        "waiting": _numbers(present if is_long else matrices.waiting),
         "transfer": _numbers(matrices.transfer),
     }
 

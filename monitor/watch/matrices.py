@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.records import Kind, Operation, RankRecords, arrival_times
+from keepstep.monitor.records import (
+    Communicator,
+    Kind,
+    Operation,
+    RankRecords,
+    arrival_times,
+    is_open,
+)
 from keepstep.monitor.watch.step_times import group_ranks
 
 _OPERATION = np.dtype(
@@ -56,6 +63,46 @@ def delays(ranks: Mapping[int, RankRecords], rows: int, newest: int = 512) -> De
     return DelayMatrices(
         grouped, _waiting(table, row_of, len(grouped)), _transfer(table, row_of, len(grouped))
     )
+
+
+def present_waits(
+    ranks: Mapping[int, RankRecords],
+    communicators: Mapping[int, Communicator],
+    grouped: Sequence[Sequence[int]],
+) -> np.ndarray:
+    """Return how long ranks have waited so far for those that have not come to a collective.
+
+    Args:
+        ranks: their newest operations.
+        communicators: of the job.
+        grouped: the ranks of each row and column.
+
+    Returns:
+        [i, j]: seconds for which i has waited for j, the longest; NaN where it does not.
+    """
+    row_of = {rank: row for row, members in enumerate(grouped) for rank in members}
+    waits = np.full((len(grouped), len(grouped)), np.nan)
+    for rank, own in ranks.items():
+        operations = own.records[own.records["kind"] == Kind.OPERATION]
+        is_message = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
+        for record in operations[is_open(operations) & ~is_message]:
+            communicator = communicators.get(int(record["communicator"]))
+            waited_s = own.read_at_s - float(arrival_times(record))
+            for other in communicator.ranks if communicator else ():
+                theirs = ranks.get(other)
+                if other == rank or theirs is None or _has_come(theirs.records, record):
+                    continue
+                cell = row_of[rank], row_of[other]
+                waits[cell] = np.fmax(waits[cell], waited_s)
+    return waits
+
+
+def _has_come(records: np.ndarray, operation: np.void) -> bool:
+    """Return whether a rank has called an operation, or a later one of its group."""
+    is_same = (records["kind"] == Kind.OPERATION) & (
+        records["communicator"] == operation["communicator"]
+    )
+    return bool((records["number"][is_same] >= operation["number"]).any())
 
 
 def _operations(all_records: Sequence[RankRecords], newest: int) -> np.ndarray:

@@ -86,7 +86,9 @@ class RankStore:
         capacity = None if is_local else limits.records_of_relayed(ranks)
         changed = self.history.merge(state, records, capacity)
         is_same_writer = before is self.ranks[state.rank]
-        if not is_same_writer or state.rank not in self.tables:
+        goes_on = before is not None and 0 < before.state.generation < state.generation
+        if not (is_same_writer or goes_on) or state.rank not in self.tables:
+            # A later generation of a job counts its steps on; other writers may begin again.
             steps = limits.steps if is_local else limits.steps_of_relayed(ranks)
             self.tables[state.rank] = StepTable(steps)
         self.tables[state.rank].feed(changed)

@@ -50,6 +50,7 @@ class VerdictEntry:
             "number": self.number,
             "verdict": self.verdict.to_json(),
             "subject": str(self.verdict.subject),
+            "to_do": self.verdict.instruction,
             "since_s": self.since_s,
             "opened_at_s": self.opened_at_s,
             "told_at_s": self.reported_at_s,

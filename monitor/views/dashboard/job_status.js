@@ -11,7 +11,37 @@ const PARTS = {
   "first step after": "#999999",
 };
 
-function statusPanel(status) {
+// Returns the ranks that a verdict names for a standstill.
+function hangsIn(overview) {
+  return new Set(
+    overview.verdicts
+      .filter((entry) => entry.closed_at_s === null && entry.verdict.cost_s_per_step === null)
+      .flatMap((entry) => entry.verdict.subject.ranks),
+  );
+}
+
+// Returns what has happened to the job, the newest first.
+function eventsOf(overview) {
+  const { job_status: status, verdicts } = overview;
+  const events = status.recoveries.map((recovery) => [
+    recovery.detected_at_s,
+    `generation ${recovery.generation}: ${recovery.reason.split("\n")[0]}`,
+    recovery.stepped_at_s > 0
+      ? `${recovery.world_size} ranks went on after step ${recovery.resumed_step} ` +
+        `within ${seconds(recovery.stepped_at_s - recovery.detected_at_s)}; ` +
+        `${recovery.lost_steps} steps computed again`
+      : "",
+  ]);
+  for (const entry of verdicts) {
+    const end = entry.closed_at_s === null ? "" : `, ended at ${clock(entry.closed_at_s)}`;
+    events.push([entry.since_s, `${entry.verdict.syndrome}: ${entry.subject}${end}`, ""]);
+  }
+  if (status.paused) events.push([status.paused_at_s, `paused: ${status.paused}`, ""]);
+  return events.sort((a, b) => b[0] - a[0]).slice(0, 50);
+}
+
+function statusPanel(overview) {
+  const status = overview.job_status;
   const { goodput } = status;
   const parts = Object.entries(goodput.parts);
   const bar = make(
@@ -45,7 +75,7 @@ function statusPanel(status) {
     ],
     [
       "memory survives the loss of",
-      `${status.parity} node${status.parity === 1 ? "" : "s"} of a group`,
+      `${status.parity} node${status.parity === 1 ? "" : "s"} of each group`,
     ],
   ];
   const left = make(
@@ -66,16 +96,27 @@ function statusPanel(status) {
   );
   const members = make("table", {});
   const recoveries = make("table", {});
+  const standing = hangsIn(overview);
   table(
     members,
     [["node"], ["ranks"], ["doing"], ["step", true], ["snapshots", true]],
     status.members.map((member) => [
       member.node,
       member.ranks.length ? ranks(member.ranks) : "spare",
-      member.phase,
+      status.paused
+        ? "paused"
+        : member.ranks.some((rank) => standing.has(rank))
+          ? "stands still"
+          : member.phase,
       `${member.step}`,
       bytes(member.snapshot_nbytes),
     ]),
+  );
+  const events = make("table", { id: "events" });
+  table(
+    events,
+    [["when"], ["what"], ["then"]],
+    eventsOf(overview).map(([at, what, then]) => [clock(at), what, then]),
   );
   const after = (recovery, at) => (at > 0 ? seconds(at - recovery.detected_at_s) : "…");
   table(
@@ -120,6 +161,8 @@ function statusPanel(status) {
     status.recoveries.length
       ? make("div", { class: "scroll" }, recoveries)
       : make("div", { class: "quiet" }, "none so far"),
+    make("h3", {}, "Events"),
+    make("div", { class: "scroll events" }, events),
   );
   return make("div", { class: "job-status" }, left, right, below);
 }
@@ -145,7 +188,8 @@ export function drawJobStatus(overview) {
     );
     return;
   }
-  ifChanged("job-status", overview.job_status, () =>
-    place.replaceChildren(head, statusPanel(overview.job_status)),
+  const known = overview.verdicts.map((entry) => [entry.number, entry.closed_at_s]);
+  ifChanged("job-status", [overview.job_status, known], () =>
+    place.replaceChildren(head, statusPanel(overview)),
   );
 }

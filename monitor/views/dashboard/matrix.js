@@ -16,7 +16,11 @@ export function drawMatrix(delays, kind, typicalStep) {
   const canvas = document.getElementById("matrix");
   const legend = document.getElementById("matrix-legend");
   document.getElementById("matrix-title").textContent =
-    kind === "waiting" ? "Who waits for whom" : "Messages, from whom to whom";
+    kind === "waiting"
+      ? delays.waits_now
+        ? "Who waits for whom now"
+        : "Who waits for whom"
+      : "Messages, from whom to whom";
   const cells = delays[kind],
     count = delays.rows.length;
   const known = cells.flat().filter((value) => value !== null);
@@ -70,11 +74,15 @@ export function drawMatrix(delays, kind, typicalStep) {
     if (i < 0 || j < 0 || i >= count || j >= count || cells[i][j] === null) return null;
     const [from, to] = [ranks(delays.rows[i]), ranks(delays.rows[j])];
     return kind === "waiting"
-      ? `rank ${from} waits for rank ${to}\n${seconds(cells[i][j])} on average in each collective`
+      ? `rank ${from} waits for rank ${to}\n${seconds(cells[i][j])} ` +
+          (delays.waits_now ? "so far" : "on average in each collective")
       : `from rank ${from} to rank ${to}\n${seconds(cells[i][j])} on average for each message`;
   });
   const bar = make("span", { class: "ramp" });
   ramp(bar, amount);
-  const note = kind === "waiting" ? "row waits for column" : "row sends to column";
+  const note =
+    kind === "waiting"
+      ? "the rank of a row waits for that of a column"
+      : "the rank of a row sends to that of a column";
   legend.replaceChildren("0", bar, seconds(most), make("span", { class: "note" }, note));
 }

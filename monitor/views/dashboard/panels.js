@@ -67,10 +67,12 @@ function verdictBox(entry, now) {
       make(
         "span",
         { class: "advice" },
-        over ? "ended" : verdict.advice === "observe" ? "observe" : `advice: ${verdict.advice}`,
+        over ? "ended" : verdict.advice === "observe" ? "observe" : verdict.advice,
       ),
     ),
   );
+  if (!over && entry.to_do)
+    box.append(make("div", { class: "todo" }, make("b", {}, "What to do: "), entry.to_do));
   const evidence = make("ul", {}, ...verdict.evidence.map((sentence) => make("li", {}, sentence)));
   if (over)
     box.append(make("details", {}, make("summary", {}, "evidence"), evidence, ...stacksOf(entry)));
@@ -96,12 +98,28 @@ export function drawVerdicts(overview) {
     ),
   ];
   const place = document.getElementById("verdicts");
+  const status = overview.job_status;
+  const paused = status?.paused ? { paused: status.paused, paused_at_s: status.paused_at_s } : null;
   ifChanged(
     "verdicts",
-    [stable, blind.length, overview.diagnoses, overview.ranks_total, overview.absence],
+    [stable, blind.length, overview.diagnoses, overview.ranks_total, overview.absence, paused],
     () => {
       const parts = holding.map((entry) => verdictBox(entry, overview.now_s));
-      if (!holding.length) {
+      if (paused)
+        parts.unshift(
+          make(
+            "div",
+            { class: "calm blind", id: "paused" },
+            make(
+              "span",
+              {},
+              `Paused since ${clock(paused.paused_at_s)}: ${paused.paused}. `,
+              make("code", {}, `keepstep resume ${overview.job}`),
+              " goes on.",
+            ),
+          ),
+        );
+      else if (!holding.length) {
         const plural = overview.ranks_total === 1 ? "rank" : "ranks";
         const calm = overview.diagnoses
           ? `No verdict holds. ${overview.ranks_total} ${plural} monitored.`
@@ -149,9 +167,18 @@ export function drawFacts(overview) {
   document.title = `${holds ? "⚠ " : ""}${overview.job} · keepstep`;
   const alive = overview.ranks.filter((rank) => rank.state === "alive").length;
   const unheard = overview.ranks.filter((rank) => rank.state === "unheard").length;
+  const hangs = overview.verdicts.filter(
+    (entry) => entry.closed_at_s === null && entry.verdict.cost_s_per_step === null,
+  );
+  const status = overview.job_status;
+  const since = Math.min(...hangs.map((entry) => entry.since_s));
   const facts = [
     ["step", `${Math.max(0, ...overview.ranks.map((rank) => rank.step))}`],
-    ["a step takes", seconds(overview.typical_step_s)],
+    status?.paused
+      ? ["paused for", seconds(overview.now_s - status.paused_at_s)]
+      : hangs.length
+        ? ["stands still for", seconds(overview.now_s - since)]
+        : ["a step takes", seconds(overview.typical_step_s)],
     [
       "ranks alive",
       overview.ranks_total > overview.ranks.length
@@ -159,7 +186,8 @@ export function drawFacts(overview) {
         : `${alive} of ${overview.ranks_total}`,
     ],
     ...(unheard ? [["ranks not reporting", `${unheard}`]] : []),
-    ["nodes", `${overview.nodes.length}`],
+    ["hosts", `${overview.nodes.length}`],
+    ...(status ? [["nodes", `${status.members.length}`]] : []),
   ];
   if (overview.job_status)
     facts.push(
@@ -194,6 +222,9 @@ export function table(element, columns, rows) {
 
 const ENDINGS = { finished: " (ended)", raised: " (failed)", failed: " (failed)" };
 
+const endingText = (rank, status) =>
+  status?.paused ? " (ended: paused)" : ENDINGS[rank.ending] || " (dead)";
+
 const operationText = ({ name, number, group, age_s }) =>
   `${name} no. ${number} of group ${group}, ${seconds(age_s)}`;
 
@@ -216,13 +247,13 @@ export function drawRanks(overview) {
       ["step", true],
       ["last step", true],
       ["phase"],
-      ["open operation"],
+      ["waits in"],
       ["no progress for", true],
     ],
     overview.ranks.map((rank) => [
       [`${rank.rank}`, sick.has(rank.rank)],
       rank.node,
-      `${rank.pid}${rank.state === "gone" ? ENDINGS[rank.ending] || " (dead)" : ""}`,
+      `${rank.pid}${rank.state === "gone" ? endingText(rank, overview.job_status) : ""}`,
       `${rank.step}`,
       seconds(rank.last_step_s),
       rank.state === "unheard"

@@ -4,10 +4,12 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.verdicts import Syndrome
@@ -56,6 +58,11 @@ def test_hang_is_shown_at_the_top_and_its_step_in_the_timeline(tmp_path: Path) -
         assert "non-communication hang" in page.text("#verdicts article")
         assert "rank 2 on node-a" in page.text("#verdicts article")
         assert "restart worker" in page.text("#verdicts .advice")
+        assert "kill the process of rank 2" in page.text("#verdicts .todo")
+        # The header shows the present, and not what was usual before.
+        assert "stands still for" in page.text("#facts")
+        assert "stands still" in page.text("#job-status")
+        page.until("return document.querySelector('#matrix-title').textContent.endsWith('now')")
         assert (
             page.run("return document.querySelector('#verdicts').getBoundingClientRect().bottom")
             < 800
@@ -86,6 +93,39 @@ def test_hang_is_shown_at_the_top_and_its_step_in_the_timeline(tmp_path: Path) -
             reader=reader,
             diagnosis=FixedDiagnosis(verdict(2)),
             job_status_source=SampleJobStatus(time.time() - 200),
+        ),
+        look,
+    )
+
+
+class PausedJobStatus(SampleJobStatus):
+    """The status of a job that was paused an hour ago."""
+
+    def job_status(self) -> JobStatus:
+        paused_at_s = time.time() - 3600
+        return replace(super().job_status(), paused="maintenance", paused_at_s=paused_at_s)
+
+
+def test_paused_job_is_neither_healthy_nor_dead_and_says_how_to_go_on(tmp_path: Path) -> None:
+    def look(page: Browser, url: str) -> None:
+        page.open(with_token(url))
+        page.until("return document.querySelector('#paused') !== null")
+        assert "maintenance" in page.text("#paused")
+        assert "keepstep resume <b>run7</b> goes on" in page.text("#paused")
+        assert "No verdict holds" not in page.text("#verdicts")
+        assert "paused for" in page.text("#facts")
+        assert "dead" not in page.text("#ranks")
+        assert "paused: maintenance" in page.text("#events")
+        assert "generation 2: node-c: its connection closed" in page.text("#events")
+        assert page.console_errors() == []
+        page.screenshot(tmp_path / "paused.png")
+
+    visit(
+        DaemonComponents(
+            probe=Probe(),
+            reader=SampleReader(Plan(ranks=4, steps=60, step_s=0.2), time.monotonic() - 30),
+            diagnosis=FixedDiagnosis(),
+            job_status_source=PausedJobStatus(time.time() - 4000),
         ),
         look,
     )

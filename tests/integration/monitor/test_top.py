@@ -59,8 +59,10 @@ def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
     assert "7 of 8 ranks wait for it" in text
     assert "steps 1 to 40" in text
     assert all(len(line) <= 100 for line in text.splitlines())
+    # As `keepstep status` names the nodes, and not as their hosts are called.
     assert re.search(r"1 +node-a +41 .*backward .*all reduce", text)
-    assert re.search(r"2 +node-a +41 .*forward", text)
+    assert re.search(r"2 +node-b +41 .*forward", text)
+    assert "what to do: kill the process of rank 2" in text
 
 
 def test_job_without_ranks_is_reported_with_the_jobs_recorded_here(

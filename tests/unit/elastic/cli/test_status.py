@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import io
+import re
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.cli.status import render
-from keepstep.elastic.rendezvous.records import NodeRecord, SnapshotCommit
+from keepstep.elastic.rendezvous.records import (
+    History,
+    NodeRecord,
+    Pause,
+    Recovery,
+    SnapshotCommit,
+)
 from keepstep.elastic.rendezvous.view import JoinedNode, View
 
 
@@ -34,3 +42,34 @@ def test_steps_that_a_recovery_would_compute_again_are_told(
     Console(file=output, width=120).print(render("job", view, 0.0))
     lines = "".join(line.rstrip() + "\n" for line in output.getvalue().splitlines())
     assert told in lines
+
+
+def shown(view: View, width: int = 80) -> str:
+    output = io.StringIO()
+    Console(file=output, width=width).print(render("run7", view, 100.0))
+    return output.getvalue()
+
+
+def view_of(step: int, **changes: Any) -> View:
+    record = NodeRecord("a", "h", 1, "h:1", "tcp:h:2", 1, 1, "digest", step=step)
+    return View(nodes={"a": JoinedNode(record, 1)}, **changes)
+
+
+def test_snapshot_is_never_newer_than_the_step_that_is_told() -> None:
+    text = shown(view_of(311, snapshot=SnapshotCommit(SnapshotId(1, 314))))
+    assert "step 314" in text.splitlines()[0]
+    assert "steps ago" not in text
+
+
+def test_paused_job_says_since_when_and_how_to_go_on() -> None:
+    text = shown(view_of(5, pause=Pause("maintenance", 50.0)))
+    assert re.search(r"paused since \d\d:\d\d:\d\d, `keepstep resume run7` goes on", text)
+
+
+def test_reason_of_a_recovery_is_whole_in_80_columns() -> None:
+    reason = "no rank on node-with-a-long-name has gone on for 30 min, after step 1234"
+    recovery = Recovery(2, reason, 1, 1.0, 2.0, 3.0, 4.0, 5.0, 6, 1, "peers' memory, parity")
+    text = shown(view_of(7, history=History((recovery,))))
+    assert reason in " ".join(text.split())
+    assert "1 rank from step 6 (1 step computed again)" in " ".join(text.split())
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())

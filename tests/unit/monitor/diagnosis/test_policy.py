@@ -57,7 +57,8 @@ def kinds(
 def test_slowness_is_acted_upon_when_the_loss_equals_the_cost_of_acting() -> None:
     # 0.1 s of each step of 1 s is lost: a replacement that costs 60 s is due after 600 s.
     done = kinds(POLICY, [(float(now), [verdict()]) for now in range(0, 1000, 10)])
-    assert done[0] == (10.0, ActionKind.ALERT)
+    # An alert is due once 5 s are lost.
+    assert done[0] == (50.0, ActionKind.ALERT)
     assert done[1:] == [(600.0, ActionKind.REPLACE_NODE)]
 
 
@@ -65,10 +66,16 @@ def test_slow_worker_is_restarted_first_and_its_node_replaced_when_that_is_worth
     slow = verdict(advice=Advice.RESTART_WORKER)
     done = kinds(POLICY, [(float(now), [slow]) for now in range(0, 1000, 10)])
     assert done == [
-        (10.0, ActionKind.ALERT),
+        (50.0, ActionKind.ALERT),
         (100.0, ActionKind.RESTART_WORKER),
         (600.0, ActionKind.REPLACE_NODE),
     ]
+
+
+def test_slowdown_that_has_cost_nothing_yet_alerts_nobody() -> None:
+    """Neighbours that are busy for a moment gave alerts with `0 s lost so far`."""
+    moment = [(float(now), [verdict()] if now < 30 else []) for now in range(200)]
+    assert kinds(EnforcementPolicy(mode=Mode.ALERT), moment) == []
 
 
 def test_time_without_the_verdict_is_not_counted_as_lost() -> None:
@@ -284,7 +291,7 @@ def test_verdict_of_low_confidence_only_alerts() -> None:
 def test_people_are_alerted_unless_a_verdict_advises_to_observe(advice: Advice) -> None:
     readings = [(now_s, [verdict(advice=advice)]) for now_s in (0.0, 1.0)]
     expected = [] if advice is Advice.OBSERVE else [(1.0, ActionKind.ALERT)]
-    assert kinds(POLICY, readings) == expected
+    assert kinds(replace(POLICY, alert_cost_s=0.0), readings) == expected
 
 
 def test_group_link_or_job_is_never_replaced_or_restarted() -> None:
@@ -370,17 +377,18 @@ def test_verdict_of_just_enough_confidence_is_acted_upon() -> None:
 
 
 def test_alert_on_a_verdict_that_still_holds_is_repeated_every_hour() -> None:
-    policy = EnforcementPolicy(sustained_s=0.0)
+    policy = EnforcementPolicy(sustained_s=0.0, alert_cost_s=0.0)
     readings = [(float(now), [verdict()]) for now in range(0, 7201, 30)]
     alert = ActionKind.ALERT
     assert kinds(policy, readings) == [(0.0, alert), (3600.0, alert), (7200.0, alert)]
 
 
 def test_a_clock_that_goes_back_is_taken_to_stand_still() -> None:
-    state, _ = decide(POLICY, EnforcementState(), [verdict()], NODES, 1.0, 100.0)
-    state, actions = decide(POLICY, state, [verdict()], NODES, 1.0, 50.0)
+    policy = replace(POLICY, alert_cost_s=0.0)
+    state, _ = decide(policy, EnforcementState(), [verdict()], NODES, 1.0, 100.0)
+    state, actions = decide(policy, state, [verdict()], NODES, 1.0, 50.0)
     assert (state.now_s, actions) == (100.0, ())
-    _, actions = decide(POLICY, state, [verdict()], NODES, 1.0, 101.0)
+    _, actions = decide(policy, state, [verdict()], NODES, 1.0, 101.0)
     assert [action.kind for action in actions] == [ActionKind.ALERT]
 
 

@@ -52,7 +52,7 @@ def test_operations_for_matrices_are_bounded_in_number(
 ) -> None:
     monkeypatch.setattr(pages, "_MOST_RANKS_IN_MATRICES", 3)
     monkeypatch.setattr(pages, "_MOST_IN_MATRICES", 30)
-    operations = operations_for_matrices(watch)
+    operations = operations_for_matrices(watch).ranks
     assert 0 < len(operations) <= 3
     assert sum(len(rank.records) for rank in operations.values()) <= 30
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from keepstep.monitor.records import RECORD, Ending, Kind
+from keepstep.monitor.records import RECORD, Ending, Kind, Phase
 from keepstep.monitor.telemetry.record_history import RankState
 from keepstep.monitor.watch.rank_store import RankStore, WatchLimits
 
@@ -68,3 +68,27 @@ def test_progress_says_how_far_each_rank_is() -> None:
     store.merge(LOCAL, operations(35), 1.0)
     (progress,) = store.progress()
     assert (progress.step, progress.last_step, progress.read_at_s) == (3, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_kept"), [(1, 2, True), (2, 1, False), (0, 0, False)]
+)
+def test_step_times_go_on_over_the_generations_of_a_job_and_not_into_another_one(
+    *, before: int, after: int, is_kept: bool
+) -> None:
+    """After a node's loss the page showed no step from before it."""
+    store = RankStore("here", WatchLimits())
+    store.merge(replace(LOCAL, generation=before), steps(range(1, 11)), 1.0)
+    later = replace(LOCAL, generation=after, incarnation="later", pid=2)
+    store.merge(later, steps(range(10, 15)), 2.0)
+    known = ~np.isnan(store.tables[0].seconds(range(1, 15), Phase.STEP))
+    assert known[9:].all()
+    assert known[:9].all() == is_kept
+
+
+def steps(numbers: range) -> np.ndarray:
+    records = np.zeros(len(numbers), RECORD)
+    records["kind"], records["code"], records["step"] = Kind.PHASE, Phase.STEP, numbers
+    records["stamp"] = 2 * np.arange(1, len(numbers) + 1)
+    records["enqueued_s"], records["ended_s"] = np.array(numbers) + 1.0, np.array(numbers) + 1.5
+    return records

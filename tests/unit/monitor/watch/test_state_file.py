@@ -45,15 +45,16 @@ def test_verdict_that_still_holds_after_a_restart_is_not_alerted_at_once(tmp_pat
     verdict = Verdict(
         Subject("rank", (3,), "b"), Syndrome.DATA_STALL, 90.0, ("waits",), 0.9, 0.1, Advice.ALERT
     )
-    state, _ = decide(EnforcementPolicy(), EnforcementState(), [verdict], {3: "b"}, 1.0, 100.0)
-    state, actions = decide(EnforcementPolicy(), state, [verdict], {3: "b"}, 1.0, 101.0)
+    policy = EnforcementPolicy(alert_cost_s=0.0)
+    state, _ = decide(policy, EnforcementState(), [verdict], {3: "b"}, 1.0, 100.0)
+    state, actions = decide(policy, state, [verdict], {3: "b"}, 1.0, 101.0)
     assert len(actions) == 1
     save_state(path, SavedState(policy=state), 101.0, 5001.0)
     # A reboot and half an hour later.
     state = load_state(path, 10.0, 6801.0).policy
     alerted_s = []
     for now_s in range(10, 3600, 10):
-        state, actions = decide(EnforcementPolicy(), state, [verdict], {3: "b"}, 1.0, float(now_s))
+        state, actions = decide(policy, state, [verdict], {3: "b"}, 1.0, float(now_s))
         alerted_s += [now_s for _ in actions]
     assert alerted_s == [1810]
 

@@ -7,9 +7,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.records import RECORD, Ending, Flag, Kind, Operation, Phase, RankRecords
+from keepstep.monitor.records import (
+    RECORD,
+    Communicator,
+    Ending,
+    Flag,
+    Kind,
+    Operation,
+    Phase,
+    RankRecords,
+)
 from keepstep.monitor.telemetry.record_history import ChangedRecords
-from keepstep.monitor.watch.matrices import delays
+from keepstep.monitor.watch.matrices import delays, present_waits
 from keepstep.monitor.watch.step_times import (
     RankProgress,
     StepTable,
@@ -207,6 +216,22 @@ def test_late_rank_is_a_column_of_waiting_times_and_a_slow_message_is_a_cell() -
     assert math.isclose(matrices.transfer[0, 1], 0.3)
     assert np.isnan(matrices.transfer).sum() == 8
     assert delays({}, 8).waiting.shape == (0, 0)
+
+
+def test_present_waits_are_for_those_that_have_not_come_however_late_others_were_before() -> None:
+    earlier = [operation(1, 1.0 + 0.5 * rank, 3.0) for rank in range(3)]
+    ranks = {
+        0: rank_records(0, earlier[0], operation(2, 4.0, 0.0)),
+        # Rank 1 was never late before, and has not come now.
+        1: rank_records(1, earlier[1]),
+        2: rank_records(2, earlier[2], operation(2, 6.0, 0.0)),
+    }
+    read_at_s = ranks[0].read_at_s
+    world = {7: Communicator(7, "world", (0, 1, 2))}
+    waits = present_waits(ranks, world, ((0,), (1,), (2,)))
+    expected = np.full((3, 3), np.nan)
+    expected[0, 1], expected[2, 1] = read_at_s - 4.0, read_at_s - 6.0
+    assert np.allclose(waits, expected, equal_nan=True)
 
 
 @given(
