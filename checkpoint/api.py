@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self, TypeVar, overload
+from typing import Generic, Literal, Protocol, Self, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
     load_newest_intact,
@@ -36,18 +36,26 @@ from keepstep.checkpoint.conversion.request import configuration
 from keepstep.checkpoint.conversion.respelling import Respelled
 from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
 from keepstep.checkpoint.errors import RulesInvalid
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint, LeftOut, summary
 from keepstep.checkpoint.foreign.opening import NamedForeign, format_before
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Recognized
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import (
+    OPTIMIZER,
+    Requested,
+    has_optimizer_state,
+    leaves_anything,
+    not_requested,
+    taken_names,
+)
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.documents import VALUES
 from keepstep.checkpoint.layout.quantized import is_quantized
 from keepstep.checkpoint.layout.source import Source, TensorSpec
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
+from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills, unmatched
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
@@ -58,9 +66,11 @@ from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.state_mapping import (
     StateMapping,
     capture,
+    check_mutable,
     fill_values,
     modules_of,
     optimizer_orders,
+    requested_by,
 )
 from keepstep.checkpoint.stored.chunking import Compression
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
@@ -244,7 +254,10 @@ def load(
             another tool's checkpoint numbers an optimizer's parameters, they are those of the
             optimizer here, in its order: of that of the same name, or the only one.
         step: the step to load; None for the newest. Another tool's checkpoint must have this step.
-        strict: refuse a checkpoint whose names differ; otherwise fill what both have.
+        strict: of each top-level name of the state (`model`, `optimizer`, ...), refuse a checkpoint
+            that lacks anything that the state has, or has anything that the state does not take;
+            otherwise fill what both have, and list the rest by warnings of the log. What it has
+            under other names is not an error: a line of the log counts it.
         convert: convert tensors that were saved in another data type. A parameter that has the data
             type of its stored master takes the master's values, also without this. Quantized
             weights that the module has plain are dequantized if it is known how: their scales are
@@ -290,6 +303,8 @@ class LoadOptions:
     descriptions: Descriptions = NOT_DESCRIBED
     rules: str | None = None
     config: Mapping[str, Json] | None = None
+    optimizers_may_begin_anew: bool = False
+    """Whether a checkpoint without any optimizer state is complete, as one of weights alone is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,14 +372,16 @@ def _load_stored(
             return _load_by_each(Opened(opened, "keepstep"), url, state, options)
         open_source = lambda: opened  # noqa: E731
 
-    def fill_tensors(source: StoredCheckpoint, live: LiveState, others: set[str]) -> RestoreTraffic:
+    def fill_tensors(
+        source: StoredCheckpoint, live: LiveState, requested: Requested
+    ) -> RestoreTraffic:
         def plan() -> Sequence[Fill]:
-            _fitted(live, source, others, options)
-            return _planned(live, source, others, options)
+            _fitted(live, source, requested, options)
+            return _planned(live, source, requested, options)
 
         return fill_together(plan, source)
 
-    return _fill_state(open_source, "keepstep", url, state, options.descriptions, fill_tensors)
+    return _fill_state(open_source, "keepstep", url, state, options, fill_tensors)
 
 
 def _load_by_each(
@@ -381,10 +398,10 @@ def _load_by_each(
     source = opened.source
     assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)
 
-    def fill_tensors(source: Source, live: LiveState, others: set[str]) -> str:
+    def fill_tensors(source: Source, live: LiveState, requested: Requested) -> str:
         def fill_own() -> int:
-            fitting = _fitted(live, source, others, options)
-            fill(_planned(live, fitting, others, options), fitting)
+            fitting = _fitted(live, source, requested, options)
+            fill(_planned(live, fitting, requested, options), fitting)
             return len(fitting.weights) if isinstance(fitting, Dequantized) else 0
 
         count = on_all_ranks(fill_own)
@@ -392,11 +409,11 @@ def _load_by_each(
         return f"from {opened.format_name}{told}"
 
     loaded = _fill_state(
-        lambda: source, opened.format_name, url, state, options.descriptions, fill_tensors
+        lambda: source, opened.format_name, url, state, options, fill_tensors, opened.left_out
     )
     if rank() == 0:
-        for left in opened.left_out:
-            log.warning("%s: left out %s: %s", url, left.name, left.reason)
+        for line in summary(opened.left_out):
+            log.warning("%s: left out %s", url, line)
     return loaded
 
 
@@ -423,23 +440,45 @@ def _rank_rules(options: LoadOptions) -> RankRules | None:
     return None if options.rules is None else rank_rules(options.rules, options.config or {})
 
 
-def _fitted(live: LiveState, source: Source, others: set[str], options: LoadOptions) -> Source:
+def _fitted(live: LiveState, source: Source, requested: Requested, options: LoadOptions) -> Source:
     """Return a checkpoint with those weights dequantized that the module has plain."""
     specs = {tensor.key: TensorSpec(tensor.dtype, tensor.global_shape) for tensor in live.tensors}
-    return fitted(source, specs, live.documents, others, convert=options.convert)
+    return fitted(source, specs, live.documents, requested.elsewhere, convert=options.convert)
 
 
 def _planned(
-    live: LiveState, source: Source, others: set[str], options: LoadOptions
+    live: LiveState, source: Source, requested: Requested, options: LoadOptions
 ) -> Sequence[Fill]:
     return plan_fills(
         live,
         source,
         strict=options.strict,
         convert=options.convert,
-        keys_of_other_ranks=others,
+        requested=requested,
         resize=options.resize,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared(Generic[_Opened]):
+    """A checkpoint, and this rank's state that is filled from it."""
+
+    source: _Opened
+    live: LiveState
+    requested: Requested
+
+    def leaves_anything(self) -> bool:
+        """Return whether this rank leaves anything that it asks for, as a pipeline stage does."""
+        keys = (tensor.key for tensor in self.live.tensors)
+        return leaves_anything(keys, self.live.documents, self.source, self.requested)
+
+    def with_other_ranks(self, *, has_left_any: bool) -> Requested:
+        """Return what this rank asks for, with what others take where any rank leaves anything."""
+        if not has_left_any:
+            return self.requested
+        keys = (tensor.key for tensor in self.live.tensors)
+        taken = taken_names(keys, self.live.documents, self.requested)
+        return replace(self.requested, elsewhere=union_of_all_ranks(taken))
 
 
 def _fill_state(
@@ -447,8 +486,9 @@ def _fill_state(
     format_name: str,
     url: str,
     state: StateMapping,
-    descriptions: Descriptions,
-    fill_tensors: Callable[[_Opened, LiveState, set[str]], RestoreTraffic | str],
+    options: LoadOptions,
+    fill_tensors: Callable[[_Opened, LiveState, Requested], RestoreTraffic | str],
+    left_out: Sequence[LeftOut] = (),
 ) -> LoadedState:
     """Fill a state from a checkpoint that all ranks open alike.
 
@@ -457,47 +497,86 @@ def _fill_state(
         format_name: its format, in words.
         url: where it is, for the log.
         state: as for `load`.
-        descriptions: as for `load`.
-        fill_tensors: fills live tensors, given the keys of other ranks' tensors; returns what rank
-            0 logs of it.
+        options: as for `load`.
+        fill_tensors: fills live tensors, given what the state asks for; returns what rank 0 logs of
+            it.
+        left_out: what the checkpoint has and its source does not.
     """
     with ExitStack() as undo_allocations:
 
-        def prepare(opened: _Opened, names: Collection[str]) -> tuple[_Opened, LiveState]:
+        def prepare(opened: _Opened, names: Collection[str]) -> _Prepared[_Opened]:
             source = opened
             for model, optimizers in modules_of(state):
                 source = source.named_for(names)
-                undo = allocate(model, optimizers, source, descriptions=descriptions)
+                undo = allocate(model, optimizers, source, descriptions=options.descriptions)
                 undo_allocations.callback(undo)
-            return source, capture(state, descriptions)
+            check_mutable(state, source.documents.get(VALUES, {}))
+            requested = _requested(state, source, left_out, options)
+            return _Prepared(source, capture(state, options.descriptions), requested)
 
-        def begin() -> tuple[_Opened, LiveState | None]:
+        def begin() -> tuple[_Opened, _Prepared[_Opened] | None]:
             opened = open_source()
             # Only where a name may be a wrapper's do those of other ranks' models matter.
-            return (opened, None) if opened.may_be_renamed else prepare(opened, ())
+            return opened, None if opened.may_be_renamed else prepare(opened, ())
 
-        (source, begun), lacks_tensors = on_all_ranks_telling(begin, _lacks_tensors)
+        (opened, begun), leaves_any = on_all_ranks_telling(
+            begin, lambda began: began[1] is not None and began[1].leaves_anything()
+        )
         if begun is None:
             names = _names_of_all_ranks(state)
-            (source, live), lacks_tensors = on_all_ranks_telling(
-                lambda: prepare(source, names), _lacks_tensors
+            prepared, leaves_any = on_all_ranks_telling(
+                lambda: prepare(opened, names), _Prepared.leaves_anything
             )
         else:
-            live = begun
-        others = _keys_of_all_ranks(live) if lacks_tensors else set()
-        told = fill_tensors(source, live, others)
+            prepared = begun
+        source, live = prepared.source, prepared.live
+        requested = prepared.with_other_ranks(has_left_any=leaves_any)
+        told = fill_tensors(source, live, requested)
 
-        def fill_rest() -> None:
+        def listed() -> list[str]:
+            fitting = _fitted(live, source, requested, options)
+            return unmatched(live, fitting, requested, options.resize)
+
+        def fill_rest() -> list[str]:
+            # Before anything of the optimizers changes that was compared.
+            lines = [] if options.strict else listed()
             for model, optimizers in modules_of(state):
                 restore_options(model, optimizers, source.documents)
             fill_values(state, source.documents.get(VALUES, {}))
+            return lines
 
-        on_all_ranks(fill_rest)
+        lines = on_all_ranks(fill_rest)
         # The load succeeded: the new slots stay.
         undo_allocations.pop_all()
+    differing = () if options.strict else sorted(union_of_all_ranks(lines))
     if rank() == 0:
-        log.info("%s: loaded step %d: %s", url, source.step, told)
+        rest = not_requested(source, requested)
+        more = f"; not asked for: {rest}" if rest else ""
+        log.info("%s: loaded step %d: %s%s", url, source.step, told, more)
+        for line in differing:
+            log.warning("%s: not loaded: %s", url, line)
     return LoadedState(source.step, source.documents, format_name)
+
+
+def _requested(
+    state: StateMapping, source: Source, left_out: Sequence[LeftOut], options: LoadOptions
+) -> Requested:
+    """Return what this rank's state asks for."""
+    requested = requested_by(state)
+    reasons = [
+        (left.name, left.reason)
+        for left in left_out
+        if left.key is not None and requested.covers(left.key)
+    ]
+    has_none = not has_optimizer_state(source) and not any(
+        left.key is not None and left.key.partition("/")[0] == OPTIMIZER for left in left_out
+    )
+    if options.optimizers_may_begin_anew and has_none:
+        if OPTIMIZER in requested.names and rank() == 0:
+            log.warning("the checkpoint has no optimizer state: the optimizers begin anew")
+        names = requested.names - {OPTIMIZER}
+        return replace(requested, names=names, parameters=None, left_out=reasons)
+    return replace(requested, left_out=reasons)
 
 
 def _names_of_all_ranks(state: StateMapping) -> set[str]:
@@ -511,14 +590,3 @@ def _names_of_all_ranks(state: StateMapping) -> set[str]:
         ]
     )
     return union_of_all_ranks(own_names)
-
-
-def _lacks_tensors(prepared: tuple[Source, LiveState | None]) -> bool:
-    """Return whether this rank lacks tensors of the model, as a pipeline stage does."""
-    source, live = prepared
-    own_keys = {tensor.key for tensor in live.tensors} if live is not None else set()
-    return any(key not in own_keys for key in source.tensors if key.startswith("model/"))
-
-
-def _keys_of_all_ranks(live: LiveState) -> set[str]:
-    return union_of_all_ranks(tensor.key for tensor in live.tensors)

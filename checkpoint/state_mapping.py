@@ -5,7 +5,7 @@ No communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import MODEL, OPTIMIZER, Requested
 from keepstep.checkpoint.layout.descriptions import (
     NOT_DESCRIBED,
     Descriptions,
@@ -24,6 +25,7 @@ from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
+from keepstep.checkpoint.live.optimizer_state import local_groups
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config
 from keepstep.checkpoint.live.storable import check_text
@@ -112,14 +114,67 @@ def capture(
     return LiveState(tuple(tensors), {**documents, VALUES: values})
 
 
+def requested_by(state: StateMapping) -> Requested:
+    """Return what a state asks a checkpoint for: all that lies under its top-level names.
+
+    Raises:
+        LayoutMismatch: the state has several modules, or an optimizer without a module, or with
+            parameters that the module does not have.
+    """
+    names = {
+        MODEL if isinstance(value, nn.Module) else OPTIMIZER if _is_optimizer(value) else name
+        for name, value in state.items()
+    }
+    parameters: set[str] | None = None
+    for model, optimizers in modules_of(state):
+        if optimizers:
+            named = ModelParameters(model)
+            parameters = {
+                name
+                for optimizer in optimizers
+                for group in local_groups(optimizer)
+                for parameter in group["params"]
+                for name in named.shapes(parameter)
+            }
+    return Requested(
+        names=frozenset(names),
+        parameters=None if parameters is None else frozenset(parameters),
+    )
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, Optimizer)
+
+
 def fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = "") -> None:
-    """Put JSON values into the mutable mappings of a state that have their names."""
+    """Put JSON values into the mutable mappings of a state that have their names.
+
+    Raises:
+        LayoutMismatch: as `check_mutable` raises.
+    """
     for name, value in list(state.items()):
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             fill_values(value, values, f"{key}/")
-        elif key in values and isinstance(state, dict):
+        elif key in values and isinstance(state, MutableMapping):
             state[name] = values[key]
+
+
+def check_mutable(state: StateMapping, values: Mapping[str, Json], prefix: str = "") -> None:
+    """Check that the mappings of a state can get their values, or have them already.
+
+    Raises:
+        LayoutMismatch: a mapping cannot be changed, and has another value; the message names it.
+    """
+    for name, value in state.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            check_mutable(value, values, f"{key}/")
+        elif key in values and not isinstance(state, MutableMapping) and value != values[key]:
+            raise LayoutMismatch(
+                f"{key}: the source has another value, and a {type(state).__name__} cannot be "
+                "changed; pass a dict"
+            )
 
 
 def _check_free(key: str, values: Mapping[str, Json]) -> None:

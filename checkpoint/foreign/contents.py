@@ -69,7 +69,7 @@ class Contents:
         try:
             check_keys([key])
         except ValueError as error:
-            self.leave_out(key, f"its name cannot be a key: {error}")
+            self.leave_out(key, f"its name cannot be a key: {error}", key=key)
             return
         for piece in tensor.pieces:
             if isinstance(piece.array, FileArray):
@@ -125,7 +125,10 @@ class Contents:
         """
         tensor = tensor_of(value, f"{self._url}: {name}")
         if tensor is None:
-            self.leave_out(f"model/{name}", f"it is {described(value)}, and no tensor")
+            key = f"model/{name}"
+            # None says that there is nothing, as `_extra_state` of a module that keeps none.
+            asked = None if value is None else key
+            self.leave_out(key, f"it is {described(value)}, and no tensor", key=asked)
             return
         if math.prod(tensor.spec.shape) and not isinstance(value, MemoryArray):
             first = self._model_arrays.setdefault(tensor, name)
@@ -149,12 +152,12 @@ class Contents:
 
     def _set_json(self, into: dict[str, Json], key: str, value: object, name: str) -> None:
         if key in into:
-            self.leave_out(name, "another value has this name")
+            self.leave_out(name, "another value has this name", key=name)
             return
         try:
             into[key] = as_json(value)
         except NotJson as error:
-            self.leave_out(name, str(error))
+            self.leave_out(name, str(error), key=name)
 
     def add_group(self, parameters: Sequence[str], options: Mapping[str, object]) -> None:
         """Add a parameter group of an optimizer: names, and hyperparameters by name."""
@@ -163,16 +166,17 @@ class Contents:
             try:
                 kept[name] = as_json(value)
             except NotJson as error:
-                self.leave_out(f"{GROUPS}/{len(self._groups)}/{name}", str(error))
+                where = f"{GROUPS}/{len(self._groups)}/{name}"
+                self.leave_out(where, str(error), key=where)
         self._groups.append({"parameters": list(parameters), "options": kept})
 
     def add_document(self, name: str, content: Json) -> None:
         """Add a document, which is JSON already."""
         self._documents[name] = content
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Note that something of the checkpoint is not carried, and why."""
-        self._left_out.append(LeftOut(name, reason))
+    def leave_out(self, name: str, reason: str, *, key: str | None = None) -> None:
+        """Note that something of the checkpoint is not carried, and why; see `LeftOut`."""
+        self._left_out.append(LeftOut(name, reason, key))
 
     def checkpoint(self, step: int) -> ForeignCheckpoint:
         """Return the checkpoint of all that was added.

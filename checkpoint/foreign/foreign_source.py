@@ -7,7 +7,7 @@ boxes are read, by the planner that serves live shards and stored checkpoints to
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from keepstep.checkpoint.foreign.range_reads import (
     range_reads,
 )
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.completeness import shortened
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import plan_reads
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
@@ -36,10 +37,26 @@ _PARALLEL_READS = 8
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Something of a checkpoint that is not carried, by its name there, and why."""
+    """Something of a checkpoint that is not carried.
+
+    Attributes:
+        name: its name there.
+        reason: why it is not carried.
+        key: what a state would ask for to get it, such as `optim`; None if no state would.
+    """
 
     name: str
     reason: str
+    key: str | None = None
+
+
+def summary(left_out: Iterable[LeftOut]) -> list[str]:
+    """Return what is left out in words, one line for each part and reason: names and a count."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for left in left_out:
+        part = left.name.partition("/")[0] if "/" in left.name else ""
+        names.setdefault((part, left.reason), []).append(left.name)
+    return [f"{shortened(of_part)}: {reason}" for (_, reason), of_part in names.items()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

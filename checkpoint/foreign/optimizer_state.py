@@ -14,6 +14,7 @@ from typing import Any
 
 from keepstep.checkpoint.foreign.contents import Contents, mapping_of, tensor_of
 from keepstep.checkpoint.foreign.files import damaged
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.parameter_order import Groups, LiveOrders, ParameterNames
 from keepstep.checkpoint.layout.source import TensorSpec
 
@@ -72,13 +73,17 @@ def add_optimizer_state(
     given = None if isinstance(parameter_names, LiveOrders) else parameter_names
     names = _names(contents, state["state"], groups, numbers, location, given, order)
     if names is None:
-        contents.leave_out(where, _why_unknown(numbers, order))
+        contents.leave_out(where, _why_unknown(numbers, order), key=OPTIMIZER)
         return
     if len(set(names.values())) != len(names):
         raise damaged(location, f"two parameters of {where} have one name")
     for member, slots in state["state"].items():
         if member not in names or not isinstance(slots, dict):
-            contents.leave_out(f"{where}.state.{member}", "it is in none of the optimizer's groups")
+            contents.leave_out(
+                f"{where}.state.{member}",
+                "it is in none of the optimizer's groups",
+                key=OPTIMIZER,
+            )
             continue
         for slot, value in slots.items():
             contents.add_slot(names[member], str(slot), value)

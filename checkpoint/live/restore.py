@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.completeness import ONLY_MODEL, Requested, differences
 from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.documents import MASTERS, PARTS, SCALARS, TIED, VALUES
+from keepstep.checkpoint.layout.documents import MASTERS, PARTS, SCALARS, TIED
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
 from keepstep.checkpoint.layout.encoded_values import noted_slots, slots_within
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
@@ -47,6 +48,7 @@ from keepstep.checkpoint.live.tensors import (
     is_plain,
     torch_dtype,
 )
+from keepstep.checkpoint.live.tied_names import differing_names
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -356,7 +358,7 @@ def plan_fills(
     *,
     strict: bool = True,
     convert: bool = False,
-    keys_of_other_ranks: Collection[str] = frozenset(),
+    requested: Requested = ONLY_MODEL,
     resize: Collection[str] = (),
 ) -> list[Fill]:
     """Return what a source fills of live tensors, after a check that it fits.
@@ -364,11 +366,12 @@ def plan_fills(
     Args:
         state: the state to fill, from `LiveStateReader.capture` after `allocate`.
         source: the state to read.
-        strict: refuse a source that lacks tensors or values, or that is known to have tensors of
-            the model which the model lacks; otherwise fill the tensors that both have.
+        strict: refuse a source that lacks what the state has, that is known to have under the
+            requested names what the state does not take, or that has different tensors under names
+            that are one tensor here; otherwise fill the tensors that both have.
         convert: convert tensors whose data type in the source is another; not those whose elements
             are two values, such as `torch.float4_e2m1fn_x2`.
-        keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
+        requested: what the state asks for, and what other ranks take of it.
         resize: names of parameters that may be larger or smaller than in the source: the common
             part is filled, the rest is zero. The same holds for their optimizer state.
 
@@ -377,42 +380,17 @@ def plan_fills(
     """
     if PARTS in state.documents:
         check_parts(source.documents.get(PARTS), state.documents[PARTS])
-    # Boxes of one tensor agree in all that is checked here.
-    by_key = {tensor.key: tensor for tensor in state.tensors}
-    matcher = SourceMatcher(state, source, resize)
-    origins = {key: matcher.find(tensor) for key, tensor in by_key.items()}
+    matched = _Matched.of(state, source, resize)
+    by_key, origins = matched.by_key, matched.origins
     problems = [
         problem
         for key, origin in origins.items()
         if origin is not None and (problem := _problem(by_key[key], origin, convert)) is not None
     ]
     if strict:
-        problems += [f"{key}: missing in the source" for key in by_key if origins[key] is None]
-        own_rests = [key for key in state.documents.get(SCALARS, {}) if key.endswith(f"/{REST}")]
-        stored_scalars = source.documents.get(SCALARS, {}) if own_rests else {}
-        problems += [
-            f"optim/{key}: what the optimizer's state_dict has beside slots is missing in the "
-            "source"
-            for key in own_rests
-            if key not in stored_scalars
-        ]
-        # A job's state has no values: then documents of shards that nobody else needs are not read.
-        own_values = state.documents.get(VALUES)
-        stored_values = source.documents.get(VALUES, {}) if own_values else {}
-        problems += [
-            f"{name}: a value that is missing in the source"
-            for name in own_values or ()
-            if name not in stored_values
-        ]
-        problems += [
-            f"{key}: in the source, but not in the model"
-            for key in source.known_keys()
-            if key not in by_key
-            and key not in keys_of_other_ranks
-            and key.startswith("model/")
-            # Other tools store a tied tensor under each of its names.
-            and key.removeprefix("model/") not in state.documents.get(TIED, {})
-        ]
+        problems += matched.differences(state, source, requested)
+        # Reads tensors: only where what is known without fits.
+        problems += [] if problems else matched.differing_names(state, source)
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutMismatch(
@@ -438,6 +416,46 @@ def plan_fills(
         box = filled.box.intersect(origin.common)
         fills.append(Fill(filled, origin.spec.dtype, box, origin.zeroes_rest))
     return fills
+
+
+def unmatched(
+    state: LiveState, source: Source, requested: Requested, resize: Collection[str] = ()
+) -> list[str]:
+    """Return what `plan_fills` would refuse if it were strict, one line for each difference.
+
+    The arguments are those of `plan_fills`.
+    """
+    matched = _Matched.of(state, source, resize)
+    return [
+        *matched.differences(state, source, requested),
+        *matched.differing_names(state, source),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """Live tensors by key, and what of a source fills each; boxes of one tensor agree in that."""
+
+    by_key: Mapping[str, LiveTensor]
+    origins: Mapping[str, Origin | None]
+    matcher: SourceMatcher
+
+    @classmethod
+    def of(cls, state: LiveState, source: Source, resize: Collection[str]) -> Self:
+        by_key = {tensor.key: tensor for tensor in state.tensors}
+        matcher = SourceMatcher(state, source, resize)
+        return cls(by_key, {key: matcher.find(tensor) for key, tensor in by_key.items()}, matcher)
+
+    def differences(self, state: LiveState, source: Source, requested: Requested) -> list[str]:
+        """See `keepstep.checkpoint.layout.completeness.differences`."""
+        filled = {
+            key: None if origin is None else origin.key for key, origin in self.origins.items()
+        }
+        return differences(filled, state.documents, source, requested)
+
+    def differing_names(self, state: LiveState, source: Source) -> list[str]:
+        """See `keepstep.checkpoint.live.tied_names.differing_names`."""
+        return differing_names(state, source, self.matcher, self.origins)
 
 
 def _problem(tensor: LiveTensor, origin: Origin, convert: bool) -> str | None:

@@ -27,7 +27,6 @@ from keepstep.checkpoint.errors import (
     SnapshotUnavailable,
     StateChanged,
 )
-from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
@@ -477,12 +476,11 @@ class SnapshotManager:
             # All ranks take the checkpoint's names for the same.
             training = self.training
             names = union_of_all_ranks(training.parameter_names())
-            keys = union_of_all_ranks(training.buffer_keys())
-            keys.update(f"{MODEL_PREFIX}{name}" for name in names)
+            taken = union_of_all_ranks(on_all_ranks(training.taken_names))
 
             def begin() -> tuple[StoredCheckpoint, BegunRestore]:
                 source = opened.named_for(names)
-                return source, training.begin_restore(source, keys)
+                return source, training.begin_restore(source, taken)
 
             source, begun = on_all_ranks(begin)
             traffic = fill_together(lambda: begun.fills, source)

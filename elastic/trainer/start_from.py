@@ -101,7 +101,11 @@ def begin_from(
         state |= {f"optimizer {number}": each for number, each in enumerate(optimizers)}
     rates = [[_rates(group) for group in optimizer.param_groups] for optimizer in optimizers]
     options = LoadOptions(
-        convert=True, descriptions=descriptions, rules=start.rules, config=start.config
+        convert=True,
+        descriptions=descriptions,
+        rules=start.rules,
+        config=start.config,
+        optimizers_may_begin_anew=True,
     )
     loaded = load_state(start.url, state, options)
     if start.only is not None:

@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.collective import world_size
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.completeness import MODEL, OPTIMIZER, Requested, taken_names
 from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
+from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.optimizer_state import parameter_slots
+from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
@@ -37,6 +39,11 @@ from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.data.position import NO_POSITION, IndexedPass, Position, StreamPosition
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import check_mesh_positions
+from keepstep.elastic.trainer.restored_parts import (
+    check_schedulers,
+    differing_extra,
+    differing_schedulers,
+)
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State
 
@@ -178,15 +185,23 @@ class TrainingState:
         fill(begun.fills, source)
         return self.finish_restore(begun, seed)
 
+    def taken_names(self) -> set[str]:
+        """Return the names of model and optimizers that this rank takes from a checkpoint."""
+        live = self._state_reader.capture()
+        keys = {*self._buffers, *(f"{MODEL_PREFIX}{name}" for name in self.parameter_names())}
+        keys.update(tensor.key for tensor in live.tensors)
+        return taken_names(keys, live.documents, self._requested())
+
     def begin_restore(
-        self, source: Source, keys_of_other_ranks: Collection[str] | None = None
+        self, source: Source, elsewhere: Collection[str] | None = None
     ) -> BegunRestore:
         """Return what to fill of the tensors; between this and `finish_restore` they are filled.
 
         Args:
             source: the snapshot or checkpoint.
-            keys_of_other_ranks: what of the model other ranks have; None: in a pipeline all that
-                this rank has not, and else nothing.
+            elsewhere: what all ranks take together: see `taken_names`. None for a snapshot in
+                memory: of that other ranks take what the optimizers give them, and in a pipeline
+                all that this rank has not.
 
         Raises:
             LayoutMismatch: the source does not fit the model, optimizers or extra objects.
@@ -209,15 +224,34 @@ class TrainingState:
             key: _tensors_of(key, state, self._fused) for key, state in extra.items()
         }
         live = self._state_reader.capture(itertools.chain(*tensors_of_extra.values()))
-        if keys_of_other_ranks is None:
-            keys_of_other_ranks = source.known_keys() if self._is_stage else ()
-        fills = plan_fills(live, source, keys_of_other_ranks=keys_of_other_ranks)
+        if _TRAINER not in source.documents:
+            raise LayoutMismatch(
+                f"step {source.step} was not stored by a job: it has no position and no state of "
+                "schedulers; begin from it with start_from= and another checkpoint="
+            )
+        requested = self._requested()
+        if elsewhere is not None:
+            requested = replace(requested, elsewhere=elsewhere)
+        else:
+            # What shards say of groups is known once they were read.
+            requested = replace(
+                requested,
+                parameters=None,
+                elsewhere=source.known_keys() if self._is_stage else self._optimized_names(),
+            )
+        fills = plan_fills(live, source, requested=requested)
         if self._was_meta:
             # Memory that nothing has been written to: no values for padding to keep.
             fills = [replace(item, zeroes_rest=True) for item in fills]
-        stored_extra_keys = source.documents[_TRAINER].get(_EXTRA_TENSORS, {})
+        trainer = source.documents[_TRAINER]
+        check_schedulers(trainer["schedulers"], len(self.schedulers), source.step)
+        stored_extra_keys = trainer.get(_EXTRA_TENSORS, {})
+        own_extra_keys = {key: _keys(tensors) for key, tensors in tensors_of_extra.items()}
+        known = {key for keys in own_extra_keys.values() for key in keys if key in source.tensors}
+        for line in differing_extra(trainer["extra"], stored_extra_keys, own_extra_keys, known):
+            self._warn(source.step, f"extra object {line}")
         for key, tensors in tensors_of_extra.items():
-            keys, stored_keys = _keys(tensors), set(stored_extra_keys.get(key, ()))
+            keys, stored_keys = own_extra_keys[key], set(stored_extra_keys.get(key, ()))
             # One rank's keys are stored. Those of other stages are others, and those of other ranks
             # may be, so that what is missing here may have its place elsewhere.
             if keys < stored_keys and not self._is_stage:
@@ -227,7 +261,7 @@ class TrainingState:
                     min(stored_keys - keys), source.step, key, self._rank, _MAKE_TENSORS,
                 )  # fmt: skip
             missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
-            if missing and len(missing) < len(tensors):
+            if missing and (len(missing) < len(tensors) or stored_keys):
                 raise LayoutMismatch(
                     f"{missing[0]}: missing in step {source.step}, which has other tensors of "
                     f"{key!r}; {_MAKE_TENSORS}"
@@ -249,8 +283,12 @@ class TrainingState:
         source = begun.source
         restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
-        for scheduler, stored in zip(self.schedulers, trainer["schedulers"], strict=False):
-            scheduler.load_state_dict(from_json_value(stored, scheduler.state_dict()))
+        pairs = zip(self.schedulers, trainer["schedulers"], strict=True)
+        for number, (scheduler, stored) in enumerate(pairs):
+            own = scheduler.state_dict()
+            for line in differing_schedulers(stored, own, number):
+                self._warn(source.step, line)
+            scheduler.load_state_dict(from_json_value(stored, own))
         self._restore_extra(begun, trainer["extra"])
         self._restore_randomness(begun, seed)
         stream = StreamPosition.restore(
@@ -338,6 +376,28 @@ class TrainingState:
             elif not tensors and stored.get(key) is not None:
                 value.load_state_dict(from_json_value(stored[key], state))
 
+    def _requested(self) -> Requested:
+        """Return what this rank asks a checkpoint for, of model and optimizers."""
+        parameters = ModelParameters(self.model)
+        updated = {
+            name
+            for optimizer in self.optimizers
+            for group in local_groups(optimizer)
+            for parameter in group["params"]
+            for name in parameters.shapes(parameter)
+        }
+        return Requested(names=frozenset({MODEL, OPTIMIZER}), parameters=frozenset(updated))
+
+    def _optimized_names(self) -> set[str]:
+        """Return the parameters that optimizers have, also of other ranks, below `optim/`."""
+        groups = ModelParameters(self.model).groups(self.optimizers)
+        return {f"{OPTIMIZER_PREFIX}{name}" for _, _, names in groups for name in names}
+
+    def _warn(self, step: int, text: str) -> None:
+        """Log what is so on all ranks once, and what may be a rank's own on each."""
+        if self._rank == 0 or self._is_stage:
+            log.warning("step %d: %s", step, text)
+
     def _seed_randomness(self, seed: int, step: int) -> None:
         # Torch takes 64 bits, which the product soon exceeds.
         torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + self._rank + 1) & (2**64 - 1))
@@ -348,7 +408,11 @@ class TrainingState:
         """Restore this rank's generators; a rank that the source does not have seeds its own."""
         source, rank = begun.source, self._rank
         self._seed_randomness(seed, source.step)
-        for tensor in _generators(rank, begun.generators):
+        own = _generators(rank, begun.generators)
+        lacking = [tensor.key for tensor in own if tensor.key not in source.tensors]
+        if lacking and len(lacking) < len(own):
+            log.warning("step %d does not have %s: seeded anew", source.step, ", ".join(lacking))
+        for tensor in own:
             if tensor.key in source.tensors:
                 _SET_STATE[tensor.key.rpartition("/")[2]](tensor.data)
         document = f"rank/{rank:05d}/random"

@@ -62,7 +62,9 @@ def load(rank: int, root: str, world: int, rows: int) -> None:
     model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh, [Shard(1)]))
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    assert checkpoint.load(f"{root}/run", state, descriptions=DESCRIPTIONS) == 7
+    # What Adam knows of the tied weight is taken by one of its names.
+    step = checkpoint.load(f"{root}/run", state, descriptions=DESCRIPTIONS, strict=False)
+    assert step == 7
 
     saved, saved_optimizer = saved_model()
     slots = saved_optimizer.state[saved.embed.weight]

@@ -70,7 +70,7 @@ def test_a_state_that_does_not_fit_is_listed_by_name_and_left_unchanged(tmp_path
     other = nn.ModuleDict({"extra": nn.Linear(1, 1)})
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(
-        LayoutMismatch, match=r"model/extra.weight: missing.*model/bias: in the source"
+        LayoutMismatch, match=r"model/extra.weight, .*: missing.*model/bias, .*: in the source"
     ):
         checkpoint.load(str(tmp_path), {"model": other})
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())

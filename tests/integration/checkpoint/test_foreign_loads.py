@@ -214,7 +214,7 @@ def test_by_rules_another_spelling_goes_on_with_the_same_training(
 def test_what_rules_do_not_lead_to_is_missing(tmp_path: Path) -> None:
     save_file(tmp_path / "a.pt")
     (tmp_path / "rules.toml").write_text('[[rule]]\nmatch = "{rest...}"\n')
-    with pytest.raises(LayoutMismatch, match=r"tokens.weight: missing"):
+    with pytest.raises(LayoutMismatch, match=r"tokens.weight, .*: missing"):
         checkpoint.load(
             str(tmp_path / "a.pt"),
             {"model": respelled()[0]},

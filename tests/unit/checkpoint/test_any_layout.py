@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from keepstep.checkpoint.errors import CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.completeness import ONLY_MODEL
 from keepstep.checkpoint.layout.descriptions import Descriptions, describing_documents
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.layout.planner import plan_reads
@@ -369,7 +370,7 @@ def test_padded_tensors_are_read_in_any_other_padding_and_layout(
             as_bytes(values)[:] = (~tensor.values[box.slices]).tobytes()
             tensors.append(LiveTensor(tensor.key, tensor.shape, box, values))
         state = LiveState(tuple(tensors), {"padding": padding})
-        fill(plan_fills(state, source, keys_of_other_ranks=saved), source)
+        fill(plan_fills(state, source, requested=replace(ONLY_MODEL, elsewhere=saved)), source)
         for (tensor, box), live in zip(shards, tensors, strict=True):
             parameter = by_key[tensor.key]
             whole = ~tensor.values if tensor.key == parameter.keys[0] else 0 * tensor.values

@@ -27,7 +27,7 @@ def test_names_of_other_stages_count_for_what_a_checkpoints_names_are(
         return {*names, "module.weight", "module.bias"}
 
     monkeypatch.setattr(api, "union_of_all_ranks", of_all_ranks)
-    with pytest.raises(LayoutMismatch, match="weight: missing in the source"):
+    with pytest.raises(LayoutMismatch, match="model/weight, model/bias: missing in the source"):
         checkpoint.load(url, {"model": nn.Linear(1, 1)})
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 from keepstep.checkpoint.foreign.contents import has_tensor
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.layout.completeness import ONLY_MODEL
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
@@ -66,7 +67,7 @@ def test_live_model_and_optimizer_are_filled_from_a_file(tmp_path: Path) -> None
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0, amsgrad=True)
     allocate(other, [other_optimizer], source)
     live = LiveStateReader(other, [other_optimizer]).capture()
-    fill(plan_fills(live, source, strict=True, convert=False, keys_of_other_ranks=()), source)
+    fill(plan_fills(live, source, strict=True, convert=False, requested=ONLY_MODEL), source)
     restore_options(other, [other_optimizer], source.documents)
     for one, its_optimizer in ((net, optimizer), (other, other_optimizer)):
         its_optimizer.zero_grad()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
@@ -30,7 +30,7 @@ class Servers:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = boxes
-        self.documents: Sequence[Mapping[str, Json]] = [{SCALARS: {}}] * len(boxes)
+        self.documents: Sequence[Mapping[str, Json]] = [{SCALARS: {}, TIED: {}}] * len(boxes)
         self.asked: list[int] = []
         self.waited_for: list[int] = []
 

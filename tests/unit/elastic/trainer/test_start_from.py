@@ -114,7 +114,7 @@ def test_weights_alone_begin_a_new_training_in_the_type_that_the_job_wants(tmp_p
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     torch.save({"other.weight": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(checkpoint.LayoutMismatch, match=r"0\.weight: missing in the source"):
+    with pytest.raises(checkpoint.LayoutMismatch, match=r"0\.weight, .*: missing in the source"):
         training().start_from(StartFrom(str(tmp_path / "a.pt")), seed=1)
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -392,3 +392,72 @@ def test_extra_object_of_a_checkpoint_that_lists_no_tensors_is_restored() -> Non
     restored = Shadow("a")
     shadowing(restored).restore_from(held, seed=2)
     assert torch.equal(restored.values["a"], torch.ones(2))
+
+
+def test_extra_objects_that_are_new_or_gone_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    held = Held(shadowing(Shadow("a")).capture(Position(3, 3)))
+    training().restore_from(held, seed=2)
+    assert "extra object 'ema': in the checkpoint, and not in State.extra" in caplog.text
+    caplog.clear()
+    plain = Held(training().capture(Position(3, 3)))
+    shadowing(Shadow("a")).restore_from(plain, seed=2)
+    assert "extra object 'ema': not in the checkpoint, keeps its initial state" in caplog.text
+
+
+def test_tensors_of_an_extra_object_that_are_all_others_are_refused() -> None:
+    held = Held(shadowing(Shadow("a")).capture(Position(3, 3)))
+    with pytest.raises(LayoutMismatch, match="extra/ema/b: missing in step 3"):
+        shadowing(Shadow("b")).restore_from(held, seed=2)
+
+
+def scheduled(count: int) -> TrainingState:
+    def optimizers(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+
+    state = State(
+        nn.Linear(2, 2), optimizers, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2)
+    )
+    training = TrainingState(state, torch.device("cpu"), 0)
+    training.schedulers = training.schedulers[:count]
+    return training
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (0, 1), (1, 0)])
+def test_a_checkpoint_with_other_schedulers_is_refused(before: int, after: int) -> None:
+    """Else a schedule would begin anew in the middle of a run, or be lost."""
+    held = Held(scheduled(before).capture(Position(3, 3)))
+    with pytest.raises(LayoutMismatch, match=f"state of {before} schedulers.* job has {after}"):
+        scheduled(after).restore_from(held, seed=2)
+    scheduled(before).restore_from(held, seed=2)
+
+
+def test_schedulers_of_another_kind_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    before = scheduled(1)
+    held = Held(before.capture(Position(3, 3)))
+    held.documents["trainer"]["schedulers"][0]["max_lr"] = 1.0
+    del held.documents["trainer"]["schedulers"][0]["gamma"]
+    scheduled(1).restore_from(held, seed=2)
+    assert "gamma of scheduler 0: not in the checkpoint, stays as it is" in caplog.text
+    assert "max_lr of scheduler 0: in the checkpoint, and not known" in caplog.text
+
+
+def test_a_checkpoint_that_no_job_stored_is_refused() -> None:
+    held = Held(training().capture(Position(3, 3)))
+    del held.documents["trainer"]
+    with pytest.raises(LayoutMismatch, match=r"step 3 was not stored by a job.*start_from="):
+        training().restore_from(held, seed=2)
+
+
+def test_slots_of_a_parameter_that_no_optimizer_has_are_refused() -> None:
+    def frozen(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(list(parameters)[:1])
+
+    model = nn.Linear(2, 2)
+    before = TrainingState(State(model, torch.optim.Adam), torch.device("cpu"), 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before.optimizers[0].step()
+    held = Held(before.capture(Position(3, 3)))
+    after = TrainingState(State(nn.Linear(2, 2), frozen), torch.device("cpu"), 0)
+    with pytest.raises(LayoutMismatch, match=r"optim/bias/exp_avg.*: in the source, but of no"):
+        after.restore_from(held, seed=2)
