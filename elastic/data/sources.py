@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data.datasets import Dataset, Positioned, Source, Stream, is_stream
@@ -29,6 +29,8 @@ def as_source(dataset: AnySource[T]) -> Source[T]:
     """
     if isinstance(dataset, Source):
         return dataset
+    if isinstance(dataset, DataLoader) and dataset.batch_size is not None:
+        raise UsageError(_instead_of(dataset))
     if is_stream(dataset):
         if _is_read_once(dataset):
             raise UsageError(
@@ -39,6 +41,22 @@ def as_source(dataset: AnySource[T]) -> Source[T]:
         # Nothing but the whole can be read of it: in one partition, by every rank.
         return SplitStream(_Whole(dataset), 1)
     return _Indexed(cast("Dataset[T]", dataset))
+
+
+def _instead_of(loader: DataLoader[Any]) -> str:
+    """Return why a loader is refused, with the line to write."""
+    arguments = ["dataset", f"global_batch={loader.batch_size} * NUMBER_OF_RANKS"]
+    if loader.num_workers:
+        arguments.append(f"workers={loader.num_workers}")
+    if loader.collate_fn is not default_collate:
+        arguments.append("collate=...")
+    if isinstance(loader.dataset, IterableDataset):
+        arguments.append("steps=...")
+    return (
+        f"a {type(loader).__name__} yields batches, which would be taken for samples: give "
+        f"job.batches({', '.join(arguments)}), with the loader's dataset and the samples of one "
+        "step over all ranks; shuffle, pin_memory and others are arguments of job.batches"
+    )
 
 
 def _is_read_once(stream: Iterable[T]) -> bool:

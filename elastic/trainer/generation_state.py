@@ -21,7 +21,7 @@ from keepstep.checkpoint.collective import all_gather_json
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
-from keepstep.elastic.errors import ProcessUnusable
+from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.bad_steps import StepJudge
 from keepstep.elastic.trainer.compiled_code import drop_compiled_code
 from keepstep.elastic.trainer.failed_frames import forget_locals
@@ -32,7 +32,7 @@ from keepstep.elastic.trainer.replicas import ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
-from keepstep.elastic.trainer.state import Build
+from keepstep.elastic.trainer.state import Build, State
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained, Ready, Restored
 from keepstep.elastic.worker.peer_failure import text_of
@@ -134,6 +134,11 @@ class GenerationState:
         numpy_generator.seed(self._seed)
         self.snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
         state = self._build(world)
+        if not isinstance(state, State):
+            raise UsageError(
+                f"build returned {state if state is None else type(state).__name__}: return "
+                "keepstep.State(model, functools.partial(AdamW, lr=1e-3))"
+            )
         self._release = state.release
         self._initial_extra.note(state.extra)
         # What outlives a generation begins as in a new process: a step that was undone may have

@@ -100,6 +100,7 @@ class Job:
         )
         self._rejected: RejectedStep | None = None
         self._left_out_guards = 0
+        self._has_begun_step = False
         self._has_warned_of_guard = False
         self._batch_generation: int | None = None
         self._pass_generation = 0
@@ -253,8 +254,9 @@ class Job:
 
     def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch of a pass, from the position on."""
+        self._has_begun_step = False
         while self._state.position.batch < data.end:
-            generation = self.world.generation
+            generation, yielded = self.world.generation, 0
             loader = data.from_position(
                 self._state.position, self.world.data_rank, self.world.data_size
             )
@@ -270,6 +272,7 @@ class Job:
                     self._state.position = replace(before, batch=before.batch + 1)
                     continue
                 self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
+                yielded += 1
                 self._batch_generation = generation
                 self._batch_position = before
                 yield batch
@@ -278,6 +281,13 @@ class Job:
                     self._recover(None)
                 if self.world.generation != generation:
                     break
+                if yielded == 2 and self.steps == 0 and not self._has_begun_step:
+                    # One batch may be left out.
+                    raise UsageError(
+                        "the loop over job.batches has taken two batches without a step, so that "
+                        "nothing of it would be protected: put what trains into "
+                        "`with job.step() as step:`, once for each batch"
+                    )
                 if self._state.position == before:
                     # The loop skipped this batch: it did not run a step.
                     self._state.position = replace(before, batch=before.batch + 1)
@@ -343,6 +353,7 @@ class Job:
                 "several optimizers, into one `with job.step()`, and go to the next batch after it"
             )
         self._mark_step()
+        self._has_begun_step = True
         self._rejected = None
         self._state.snapshots.begin_step(stops=self._passes.is_stop_requested(self._state.position))
         for optimizer in self.optimizers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import World
 
 
@@ -47,6 +48,9 @@ class State:
         descriptions: what the model's tensors are, such as fused parts and padding, as for
             `checkpoint.save`.
         config: the model's configuration, as JSON; stored beside it.
+
+    Raises:
+        UsageError: the model is none, or the optimizer or scheduler is made already.
     """
 
     model: nn.Module
@@ -57,6 +61,34 @@ class State:
     release: Callable[[], None] | None = None
     descriptions: Descriptions = NOT_DESCRIBED
     config: Json = None
+
+    def __post_init__(self) -> None:
+        # Scripts have no type checker.
+        model: Any = self.model
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.scheduler
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"State(model=...) is of type {type(model).__name__}: give a torch.nn.Module"
+            )
+        if isinstance(optimizer, Optimizer):
+            name, lr = type(optimizer).__name__, optimizer.defaults.get("lr", "...")
+            raise UsageError(
+                f"State(optimizer=...) is made already, of type {name}: give the function that "
+                f"makes it, as in State(model, functools.partial({name}, lr={lr}))"
+            )
+        if isinstance(scheduler, LRScheduler):
+            name = type(scheduler).__name__
+            raise UsageError(
+                f"State(scheduler=...) is made already, of type {name}: give the function that "
+                f"makes it of an optimizer, as in State(..., scheduler=functools.partial({name}))"
+            )
+        for name, value in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if not callable(value) and (name == "optimizer" or value is not None):
+                raise UsageError(
+                    f"State({name}=...) is of type {type(value).__name__}: give a function, such "
+                    "as functools.partial(torch.optim.AdamW, lr=1e-3) for the optimizer"
+                )
 
 
 Build = Callable[[World], State]

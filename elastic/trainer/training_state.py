@@ -103,7 +103,7 @@ class TrainingState:
         self.model = state.model
         self._was_meta = _materialize(state.model, device)
         optimizers = state.optimizer(state.model.parameters())
-        self.optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+        self.optimizers = _as_optimizers(optimizers)
         self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.may_replay_writes = device.type == "cuda" and any(
@@ -465,6 +465,22 @@ def _tensors_of(key: str, state: Any, fused: FusedTensors) -> tuple[LiveTensor, 
     return tuple(
         live for name, item in state.items() for live in fused.describe(f"extra/{key}/{name}", item)
     )
+
+
+def _as_optimizers(made: Any) -> tuple[Optimizer, ...]:
+    """Return what `State.optimizer` has returned as a tuple.
+
+    Raises:
+        UsageError: it is no optimizer.
+    """
+    optimizers = (made,) if isinstance(made, Optimizer) or made is None else tuple(made)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"State.optimizer returned {optimizer!r}: return a torch.optim.Optimizer, or "
+                "several in a list, as functools.partial(AdamW, lr=1e-3) does"
+            )
+    return optimizers
 
 
 def _keys(tensors: Iterable[LiveTensor]) -> set[str]:

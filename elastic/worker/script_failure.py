@@ -26,8 +26,9 @@ from keepstep.elastic.worker.messages import Failed, sendable
 from keepstep.elastic.worker.peer_failure import is_lost_peer, is_peer_failure, text_of
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
-# Keepstep, and what it calls on the way to its errors, such as contextlib.
+# Keepstep, and what it calls on the way to its errors, such as contextlib. A dataclass makes code.
 _NOT_THE_USERS = (
+    "<string>",
     str(Path(keepstep.__file__).parent) + "/",
     sysconfig.get_path("stdlib") + "/",
 )
@@ -47,8 +48,11 @@ def without_launcher(error: BaseException) -> BaseException:
             entries.append(entry)
         entry = entry.tb_next
     if isinstance(error, CheckpointError | ElasticError):
-        while entries and entries[-1].tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-            entries.pop()
+        entries = [
+            entry
+            for entry in entries
+            if not entry.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        ]
     shown: TracebackType | None = None
     for entry in reversed(entries):
         shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)

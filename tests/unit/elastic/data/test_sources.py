@@ -393,6 +393,12 @@ def test_impossible_sources_are_refused_and_the_message_says_what_to_do() -> Non
         (lambda: keepstep.Shuffled(stream, 0), "give at least 1"),
         (lambda: keepstep.Packed(stream, 0), "give at least 1"),
         (lambda: data_pass(stream, 0, 1), "global_batch=0: give at least 1"),
+        (
+            lambda: data_pass(
+                torch.utils.data.DataLoader(range(9), batch_size=2, num_workers=3), 4, 1
+            ),  # type: ignore[arg-type]
+            r"job\.batches\(dataset, global_batch=2 \* NUMBER_OF_RANKS, workers=3\)",
+        ),
         (lambda: data_pass(stream, 1, None), "give job.batches"),  # type: ignore[arg-type]
     ]
     for make, message in impossible:

@@ -850,3 +850,54 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
     in_second = [position for generation, position in captured if generation == 2]
     assert in_second[0] == expected
     assert in_second[-1] == whole_position(stream, 4)
+
+
+def test_loop_that_takes_two_batches_without_a_step_is_refused(running: Running) -> None:
+    """It ended well, and nothing was protected."""
+    with running.job as job:
+        loop = batches(job)
+        next(loop)
+        next(loop)
+        with pytest.raises(UsageError, match=r"two batches without a step.*job\.step\(\)"):
+            next(loop)
+
+
+def test_loop_that_leaves_out_batches_is_not_refused(running: Running) -> None:
+    with running.job as job:
+        for number, _ in enumerate(batches(job)):
+            if number in (1, 3, 4):
+                assert running.step().completed
+        assert (number, job.steps) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda model: None, r"build returned None: return keepstep\.State\(model, functools"),
+        (lambda model: model, "build returned Linear"),
+        (
+            lambda model: keepstep.State(model, torch.optim.AdamW(model.parameters(), lr=0.5)),  # type: ignore[arg-type]
+            r"made already, of type AdamW.*functools\.partial\(AdamW, lr=0\.5\)",
+        ),
+        (lambda model: keepstep.State(model, None), "optimizer=...\\) is of type NoneType"),  # type: ignore[arg-type]
+        (lambda model: keepstep.State("m", torch.optim.SGD), "model=...\\) is of type str"),  # type: ignore[arg-type]
+        (
+            lambda model: keepstep.State(
+                model,
+                torch.optim.SGD,
+                torch.optim.lr_scheduler.LambdaLR(  # type: ignore[arg-type]
+                    torch.optim.SGD(model.parameters()), lambda _: 1.0
+                ),
+            ),
+            r"made already, of type LambdaLR.*functools\.partial\(LambdaLR\)",
+        ),
+        (lambda model: keepstep.State(model, lambda _: None), "State.optimizer returned None"),  # type: ignore[arg-type, return-value]
+        (lambda model: keepstep.State(model, lambda _: [3]), "State.optimizer returned 3"),  # type: ignore[arg-type, list-item, return-value]
+    ],
+)
+def test_state_that_cannot_work_is_refused_at_once(
+    running: Running, state: Callable[[nn.Module], Any], message: str
+) -> None:
+    running.job._state._build = lambda _: cast(keepstep.State, state(nn.Linear(2, 2)))
+    with pytest.raises(UsageError, match=message):
+        running.job.__enter__()
