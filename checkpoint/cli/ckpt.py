@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import chain
 
 import click
@@ -21,6 +22,7 @@ from keepstep.checkpoint.cli.other_formats import (
     other_format,
     show_other,
     verify_others,
+    what_is_at,
 )
 from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
 from keepstep.checkpoint.content_check import check_content
@@ -101,6 +103,8 @@ def ls(url: str, form: str | None, as_json: bool) -> None:
                 "step": summary.stored.step,
                 "generation": summary.stored.generation,
                 **_numbers(summary),
+                "saved_at": summary.saved_at,
+                "loss": summary.loss,
             }
             for summary in summaries
         ]
@@ -108,15 +112,19 @@ def ls(url: str, form: str | None, as_json: bool) -> None:
         if not summaries:
             sys.exit(1)
         return
-    table = new_table("step", "generation", "size", "objects", "tensors", "elements")
+    has_loss = any(summary.loss is not None for summary in summaries)
+    loss = ("loss",) if has_loss else ()
+    table = new_table("step", "generation", "saved at", *loss, "size", "objects", "tensors")
     for summary in summaries:
         table.add_row(
             str(summary.stored.step),
             str(summary.stored.generation),
+            # `Text`: what another program has written may look like Rich's markup.
+            Text("-" if summary.saved_at is None else _shown_time(summary.saved_at)),
+            *(["-" if summary.loss is None else f"{summary.loss:.5g}"] if has_loss else []),
             decimal(summary.nbytes),
             str(summary.objects),
             str(summary.tensors),
-            f"{summary.elements:,}",
         )
     if summaries:
         Console().print(table)
@@ -125,8 +133,9 @@ def ls(url: str, form: str | None, as_json: bool) -> None:
     for message in too_new.values():
         echo(f"too new: {message}", err=True)
     if not summaries:
-        kind = "readable " if damaged or too_new else ""
-        raise CheckpointMissing(f"there is no {kind}checkpoint at {url}")
+        if damaged or too_new:
+            raise CheckpointMissing(f"there is no readable checkpoint at {url}")
+        raise CheckpointMissing(f"there is no checkpoint at {url}: {what_is_at(url)}")
 
 
 @ckpt.command()
@@ -180,6 +189,12 @@ def show(
             | extra
         )
         return
+    console = Console()
+    console.print(
+        f"step {total.stored.step}, generation {total.stored.generation}: {total.tensors} tensors, "
+        f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects, in "
+        f"{source.directory}"
+    )
     table = new_table("tensor", "data type", "shape", "chunk", "stored in")
     for key, tensor in sorted(source.stored_tensors.items()):
         location = "packs" if tensor.is_packed else "own objects"
@@ -189,18 +204,12 @@ def show(
         table.add_row(
             Text(key), tensor.dtype, shape_text(tensor.shape), shape_text(tensor.chunk), location
         )
-    console = Console()
     console.print(table)
     if documents:
         console.print_json(json.dumps(to_strict_json(source.documents)))
     for name in (PROVENANCE, CONFIG):
         if name in source.documents:
             echo(f"{name}: {json.dumps(to_strict_json(source.documents[name]))}")
-    console.print(
-        f"step {total.stored.step}, generation {total.stored.generation}: {total.tensors} tensors, "
-        f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects, in "
-        f"{source.directory}"
-    )
 
 
 @ckpt.command()
@@ -384,6 +393,10 @@ def gc(url: str, grace: float, as_json: bool) -> None:
     else:
         for directory in deleted:
             click.echo(f"deleted {directory}")
+        click.echo(
+            f"deleted {len(deleted)}; {len(list_steps(url))} checkpoints stay; what was removed or "
+            f"left unfinished less than {grace:.0f} s ago waits for a later gc"
+        )
 
 
 @ckpt.command()
@@ -402,6 +415,14 @@ def cp(source: str, target: str, step: int | None, generation: int | None, as_js
         print_json({"copied": opened.stored.directory, "nbytes": nbytes})
     else:
         click.echo(f"copied {opened.stored.directory} ({decimal(nbytes)}) to {target}")
+
+
+def _shown_time(text: str) -> str:
+    """Return a time of ISO 8601 in this machine's zone; the text itself if it is none."""
+    try:
+        return datetime.fromisoformat(text).astimezone().isoformat(" ", "seconds")
+    except ValueError:
+        return text
 
 
 def _refuse_step(url: str, step: int | None, generation: int | None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +36,10 @@ from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.documents import CONFIG
 from keepstep.checkpoint.layout.quantized import FLOATS
 
+_MOST_BY_NAME = 3
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LEAST_MEMORY_NBYTES = 2**20
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -210,7 +213,7 @@ def convert_command(
         if opened.without_wrappers and not as_json:
             echo(f"took names of wrappers off {opened.without_wrappers} tensors", err=True)
         if dry_run:
-            _print_plan(opened, chosen, to, as_json=as_json)
+            _print_plan(opened, chosen, to, request, as_json=as_json)
             return
         with progress(f"to {to}", work_nbytes(chosen, to), quiet=as_json) as report_nbytes:
             done = convert(
@@ -238,7 +241,7 @@ def convert_command(
             }
         )
         return
-    for line in done.left_out:
+    for line in by_parts(done.left_out):
         echo(f"left out: {line}", err=True)
     if done.left_out and not trust and (names_of_code := _code_in(request.place)):
         echo(f"--trust would run code that it names: {', '.join(names_of_code)}", err=True)
@@ -246,6 +249,30 @@ def convert_command(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
         f"{opened.format_name} to {to}; compared with what was read"
     )
+    if to == Target.HUGGING_FACE and CONFIG not in chosen.documents:
+        echo(
+            f"{target} has no config.json, for the source has none: from_pretrained cannot load it "
+            "until you copy config.json and the tokenizer's files there, from the model that was "
+            "trained",
+            err=True,
+        )
+
+
+def by_parts(left_out: Sequence[str]) -> list[str]:
+    """Return lines on what is left out, one for all names of a part with one reason if many."""
+    parts: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for line in left_out:
+        name, _, reason = line.partition(": ")
+        parts[name.partition("/")[0], reason].append(line)
+    return [
+        shown
+        for (part, reason), lines in parts.items()
+        for shown in (
+            lines
+            if len(lines) <= _MOST_BY_NAME
+            else [f"{part}/...: {len(lines)} names, which --json lists: {reason}"]
+        )
+    ]
 
 
 def _opened(request: ConversionRequest) -> Opened:
@@ -334,8 +361,10 @@ def configuration_in(path: str | None) -> Mapping[str, Json] | None:
     return content
 
 
-def _print_plan(opened: Opened, chosen: Selection, to: Target, *, as_json: bool) -> None:
-    left_out = left_out_of(opened, chosen, to)
+def _print_plan(
+    opened: Opened, chosen: Selection, to: Target, request: ConversionRequest, *, as_json: bool
+) -> None:
+    left_out = left_out_of(opened, chosen, to, request)
     documents = documents_of(chosen, to)
     if as_json:
         print_json(
@@ -361,5 +390,5 @@ def _print_plan(opened: Opened, chosen: Selection, to: Target, *, as_json: bool)
     Console().print(table)
     echo(f"from {opened.format_name} to {to}, step {chosen.step}")
     echo(f"documents: {', '.join(documents) or 'none'}")
-    for line in left_out:
+    for line in by_parts(left_out):
         echo(f"left out: {line}", err=True)

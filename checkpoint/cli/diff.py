@@ -74,6 +74,23 @@ def diff(
             echo(f"~ {key}: {change}")
         for name in difference.documents:
             echo(f"~ document {name}")
+        changes = (
+            f"{len(difference.only_first)} tensors only in the first",
+            f"{len(difference.only_second)} only in the second",
+            f"{len(difference.changed)} changed",
+            f"{len(before.source.tensors)} and {len(after.source.tensors)} in all",
+        )
+        is_equal = not (
+            difference.only_first
+            or difference.only_second
+            or difference.changed
+            or difference.documents
+        )
+        echo(
+            f"equal: tensors, {len(before.source.tensors)} in all, and documents"
+            if is_equal
+            else "; ".join(changes)
+        )
     if (
         difference.only_first
         or difference.only_second

@@ -16,6 +16,7 @@ from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress
 from keepstep.checkpoint.conversion.conversion import nbytes_of
 from keepstep.checkpoint.conversion.verification import nbytes_of_files, verify_foreign
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import (
     NamedForeign,
@@ -30,6 +31,8 @@ from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.documents import CONFIG
 from keepstep.checkpoint.stored.steps import newest
 from keepstep.checkpoint.stored.strict_json import to_strict_json
+
+_MOST_LOOKED_AT = 200
 
 FROM = click.option(
     "--from",
@@ -60,6 +63,27 @@ def other_format(url: str, form: str | None) -> NamedForeign | None:
     if newest(url) is None and found_foreign(url) is not None:
         return NamedForeign(url, None)
     return None
+
+
+def what_is_at(url: str) -> str:
+    """Return in words what is at a URL that has no checkpoint of any format."""
+    try:
+        files = open_files(url)
+    except CheckpointMissing:
+        return "there is no such file or folder, or it is empty"
+    alone = [
+        name
+        for name in files.names[:_MOST_LOOKED_AT]
+        if "/" not in name and found_foreign(f"{url}/{name}") is not None
+    ]
+    if alone:
+        more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+        return (
+            f"give one of the checkpoint files in the folder, {', '.join(alone[:3])}{more}, "
+            f"as in {url.rstrip('/')}/{alone[0]}"
+        )
+    shown = ", ".join(files.names[:3]) + (", ..." if len(files.names) > 3 else "")
+    return f"the folder has {len(files.names)} files of no known format: {shown}"
 
 
 def list_others(named: NamedForeign, *, as_json: bool) -> None:
@@ -144,6 +168,10 @@ def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
             | extra
         )
         return
+    echo(
+        f"{checkpoint.format_name}, step {checkpoint.step}: {numbers['tensors']} tensors, "
+        f"{numbers['elements']:,} elements, {decimal(numbers['nbytes'])}, in {checkpoint.url}"
+    )
     table = new_table("tensor", "data type", "shape", "pieces")
     for key, tensor in sorted(checkpoint.foreign_tensors.items()):
         # `Text`: a name may look like Rich's markup.
@@ -156,10 +184,6 @@ def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
         console.print_json(json.dumps(to_strict_json(dict(checkpoint.documents))))
     for line in left_out:
         echo(f"left out: {line}")
-    echo(
-        f"{checkpoint.format_name}, step {checkpoint.step}: {numbers['tensors']} tensors, "
-        f"{numbers['elements']:,} elements, {decimal(numbers['nbytes'])}, in {checkpoint.url}"
-    )
 
 
 def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import numpy as np
+
 from keepstep.checkpoint.conversion.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.conversion.respelling import aliases_of
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source
-from keepstep.checkpoint.stored.housekeeping import Difference, compare, differing_documents
+from keepstep.checkpoint.stored.housekeeping import (
+    VALUES_DIFFER,
+    Difference,
+    compare,
+    differing_documents,
+)
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 _BLOCK_NBYTES = 16 * 2**20
@@ -23,15 +33,20 @@ def compare_any(first: Source, second: Source) -> Difference:
         CheckpointError: a tensor cannot be read, or is damaged.
     """
     if isinstance(first, StoredCheckpoint) and isinstance(second, StoredCheckpoint):
-        return compare(first, second)
+        found = compare(first, second)
+        changed = {
+            key: _how_much(first, key, second, key) if change == VALUES_DIFFER else change
+            for key, change in found.changed.items()
+        }
+        return replace(found, changed=changed)
     before, after = _keys_of(first), _keys_of(second)
-    changed: dict[str, str] = {}
+    changed = {}
     for key in sorted(before.keys() & after.keys()):
         old, new = first.tensors[before[key]], second.tensors[after[key]]
         if old != new:
             changed[key] = f"{old.dtype} {list(old.shape)} -> {new.dtype} {list(new.shape)}"
         elif not _is_equal(first, before[key], second, after[key]):
-            changed[key] = "values"
+            changed[key] = _how_much(first, before[key], second, after[key])
     return Difference(
         only_first=tuple(sorted(before.keys() - after.keys())),
         only_second=tuple(sorted(after.keys() - before.keys())),
@@ -50,6 +65,28 @@ def _is_equal(first: Source, key: str, second: Source, other: str) -> bool:
         _bytes(first, key, box) == _bytes(second, other, box)
         for box in boxes_in_order(first.tensors[key], _BLOCK_NBYTES)
     )
+
+
+def _how_much(first: Source, key: str, second: Source, other: str) -> str:
+    """Return how many elements of a tensor differ, and by how much at most."""
+    spec = first.tensors[key]
+    dtype = numpy_dtype(spec.dtype)
+    count, most, has_nan = 0, 0.0, False
+    wide = np.complex128 if dtype.kind == "c" else np.float64
+    for box in boxes_in_order(spec, _BLOCK_NBYTES):
+        old, new = (
+            np.frombuffer(_bytes(source, name, box), dtype)
+            for source, name in ((first, key), (second, other))
+        )
+        bits = [values.view(np.uint8).reshape(values.size, dtype.itemsize) for values in (old, new)]
+        differs = (bits[0] != bits[1]).any(axis=1)
+        count += int(differs.sum())
+        with np.errstate(invalid="ignore", over="ignore"):
+            distances = np.abs(new[differs].astype(wide) - old[differs].astype(wide))
+        has_nan = has_nan or bool(np.isnan(distances).any())
+        most = max(most, float(np.nanmax(distances, initial=0.0)))
+    nan = ", some are or were NaN" if has_nan else ""
+    return f"{VALUES_DIFFER}: {count:,} of {math.prod(spec.shape):,}, by up to {most:.3g}{nan}"
 
 
 def _bytes(source: Source, key: str, box: Box) -> bytes:

@@ -29,6 +29,9 @@ from keepstep.checkpoint.conversion.worker_messages import Start
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED
+from keepstep.checkpoint.foreign.files import ForeignFiles
+from keepstep.checkpoint.foreign.opening import files_of
+from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, MASTERS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import TensorSpec
@@ -69,6 +72,15 @@ _MODELS_ONLY = (Target.SAFETENSORS, Target.HUGGING_FACE)
 _DEEPSPEED = (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)
 _WITH_OWN_MASTERS = (*_DEEPSPEED, Target.MEGATRON_CORE)
 """Formats that have the masters of all parameters, however wide these are."""
+_BESIDE_WEIGHTS = frozenset(
+    {
+        "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
+        "merges.txt", "preprocessor_config.json", "processor_config.json",
+        "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model",
+        "tokenizer_config.json", "vocab.json", "vocab.txt",
+    }
+)  # fmt: skip
+_MOST_BESIDE_NBYTES = 2**28
 _IN_DEEPSPEED = frozenset({DEEPSPEED, GROUPS, MASTERS, SCALARS, TIED, VALUES})
 
 
@@ -125,7 +137,7 @@ def convert(
         CheckpointDamaged: the source is damaged, or what was written is not what was read.
         CheckpointError: a read or a write failed.
     """
-    left_out = left_out_of(opened, chosen, target)
+    left_out = left_out_of(opened, chosen, target, request)
     if workers > 1 and target != Target.UNIVERSAL:
         raise FormatUnsupported(
             f"{target} is written by one process: leave out --workers, or convert to keepstep's "
@@ -176,9 +188,11 @@ def convert(
         write_zero = write_deepspeed_universal if is_universal else write_deepspeed
         layout = ZeroLayout() if zero is None else zero
         write_zero(chosen, url, layout, memory_nbytes=memory_nbytes, report=report)
+    elif target == Target.HUGGING_FACE:
+        beside = {name: files.read(name, _MOST_BESIDE_NBYTES) for name, files in _beside(request)}
+        write_hugging_face(chosen, url, memory_nbytes=memory_nbytes, report=report, beside=beside)
     else:
-        write = write_hugging_face if target == Target.HUGGING_FACE else write_safetensors
-        write(chosen, url, memory_nbytes=memory_nbytes, report=report)
+        write_safetensors(chosen, url, memory_nbytes=memory_nbytes, report=report)
     return Converted(
         step=chosen.step,
         tensors=len(chosen.tensors),
@@ -222,12 +236,25 @@ def _write_universal(
         )
 
 
-def left_out_of(opened: Opened, chosen: Selection, target: Target) -> list[str]:
+def _beside(request: ConversionRequest | None) -> list[tuple[str, ForeignFiles]]:
+    """Return the files of a folder of Hugging Face that go with its weights as they are."""
+    place = None if request is None else request.place
+    if place is None or place.form not in (Format.HUGGING_FACE, Format.TRAINER):
+        return []
+    files = files_of(place.url, place.recognized)
+    return [(name, files) for name in files.names if name in _BESIDE_WEIGHTS]
+
+
+def left_out_of(
+    opened: Opened, chosen: Selection, target: Target, request: ConversionRequest | None = None
+) -> list[str]:
     """Return what of a checkpoint is read by no reader, not selected, or not in the format.
 
     Each line has a name and the reason.
     """
-    lines = [f"{item.name}: {item.reason}" for item in opened.left_out]
+    copied = _beside(request) if target == Target.HUGGING_FACE else []
+    kept = {name for name, _ in copied}
+    lines = [f"{item.name}: {item.reason}" for item in opened.left_out if item.name not in kept]
     lines += [f"{name}: only the model is converted" for name in chosen.left_out()]
     if target not in _WITH_OWN_MASTERS:
         lines += [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import crc32c
 
@@ -28,6 +29,7 @@ from keepstep.checkpoint.stored.storage import open_storage
 SHARD_NBYTES = 5 * 10**9
 """The most bytes of tensors in one file of a folder, unless one tensor alone has more."""
 
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
 _INDEX = "model.safetensors.index.json"
 _ALIGNMENT = 8
 
@@ -59,6 +61,7 @@ def write_hugging_face(
     memory_nbytes: int,
     report: Report,
     shard_nbytes: int = SHARD_NBYTES,
+    beside: Mapping[str, bytes] = _NOTHING,
 ) -> None:
     """Write a model as a folder of files of safetensors, an index, and config.json if it is known.
 
@@ -68,6 +71,7 @@ def write_hugging_face(
         memory_nbytes: how much memory tensors may take.
         report: called with bytes of tensors that were written.
         shard_nbytes: the most bytes of tensors in one file, unless one tensor alone has more.
+        beside: further files of the folder, such as a tokenizer's, by name.
 
     Raises:
         CheckpointExists: the folder has one of the files, and not from the same conversion that
@@ -98,7 +102,7 @@ def write_hugging_face(
     if config is not None:
         documents["config.json"] = config
     # The index comes last: with it the folder is complete.
-    contents = {
+    contents = dict(beside) | {
         file_name: json.dumps(content, indent=2).encode()
         for file_name, content in reversed(documents.items())
     }

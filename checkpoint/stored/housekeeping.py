@@ -27,6 +27,7 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.content_digest import OF_ONE_SAVE
+from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.stored.chunking import StoredTensor
@@ -51,6 +52,9 @@ from keepstep.checkpoint.stored.strict_json import encode_strict
 from keepstep.checkpoint.stored.writer import commit, contents, manifest_of
 from keepstep.checkpoint.stored.zarr_metadata import array_metadata, required_features
 
+VALUES_DIFFER = "values"
+"""How `compare` describes a tensor whose elements alone have changed."""
+
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
 # What writers of checkpoints leave of the objects that they write beside them. Other tools, and
@@ -63,13 +67,25 @@ _LEFT_BESIDE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """The size of a checkpoint: total bytes, objects, tensors and elements of tensors."""
+    """The size of a checkpoint: total bytes, objects, tensors and elements of tensors.
+
+    Attributes:
+        stored: which checkpoint it is.
+        nbytes: bytes of all objects.
+        objects: how many objects.
+        tensors: how many tensors.
+        elements: elements of all tensors.
+        saved_at: when it was captured, in ISO 8601; None if it does not say.
+        loss: the number that was saved as `loss`; None without one.
+    """
 
     stored: StoredStep
     nbytes: int
     objects: int
     tensors: int
     elements: int
+    saved_at: str | None
+    loss: float | None
 
 
 def summarize(source: StoredCheckpoint) -> CheckpointSummary:
@@ -89,7 +105,15 @@ def summarize(source: StoredCheckpoint) -> CheckpointSummary:
         objects=objects,
         tensors=len(source.stored_tensors),
         elements=elements,
+        saved_at=_saved_at(source),
+        loss=metrics_of(source).get("loss"),
     )
+
+
+def _saved_at(source: StoredCheckpoint) -> str | None:
+    origin = source.documents.get(PROVENANCE)
+    time_text = origin.get("saved_at") if isinstance(origin, dict) else None
+    return time_text if isinstance(time_text, str) else None
 
 
 def remove(url: str, stored: StoredStep, *, now: float) -> None:
@@ -436,7 +460,7 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             changed[key] = f"{old.dtype} {list(old.shape)} -> {new.dtype} {list(new.shape)}"
         elif not _is_equal(key, first, second):
-            changed[key] = "values"
+            changed[key] = VALUES_DIFFER
     return Difference(
         only_first=tuple(sorted(before.keys() - after.keys())),
         only_second=tuple(sorted(after.keys() - before.keys())),

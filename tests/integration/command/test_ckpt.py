@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,59 @@ def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {
         "only_first": [],
         "only_second": [],
-        "changed": {"large": "values"},
+        "changed": {"large": "values: 360,000 of 360,000, by up to 40"},
         "documents": ["values"],
     }
     checkpoint.save(str(tmp_path / "other"), {"small": torch.ones(4), "new": torch.ones(1)}, step=1)
     lines = keepstep("diff", run7, tmp_path / "other").output.splitlines()
     assert lines[:3] == ["- large", "+ new", "~ small: float32 [3] -> float32 [4]"]
+
+
+def test_diff_says_that_checkpoints_are_equal_and_how_much_they_are_not(tmp_path: Path) -> None:
+    values = {
+        "bfloat16": torch.arange(6).bfloat16(), "int64": torch.arange(6),
+        "bool": torch.zeros(6, dtype=torch.bool), "nan": torch.zeros(6),
+    }  # fmt: skip
+    checkpoint.save(str(tmp_path / "a"), values, step=1)
+    assert keepstep("diff", tmp_path / "a", tmp_path / "a").output.startswith("equal: tensors, 4")
+    values["bfloat16"][2] = 4
+    values["int64"][3:] += 5
+    values["bool"][0] = True
+    values["nan"][1:3] = torch.tensor([torch.nan, -2.5])
+    checkpoint.save(str(tmp_path / "b"), values, step=1)
+    done = keepstep("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert json.loads(done.stdout)["changed"] == {
+        "bfloat16": "values: 1 of 6, by up to 2",
+        "int64": "values: 3 of 6, by up to 5",
+        "bool": "values: 1 of 6, by up to 1",
+        "nan": "values: 2 of 6, by up to 2.5, some are or were NaN",
+    }
+    output = keepstep("diff", tmp_path / "a", tmp_path / "b").output
+    assert output.splitlines()[-1].endswith("4 changed; 4 and 4 in all")
+
+
+def test_ls_tells_when_a_checkpoint_was_saved_and_its_loss(run7: Path) -> None:
+    listed = json_of("ls", run7)["checkpoints"]
+    assert listed[0]["loss"] == 2.6
+    assert abs(time.time() - datetime.fromisoformat(listed[0]["saved_at"]).timestamp()) < 3600
+    header = keepstep("ls", run7).output.split()
+    assert header[:5] == ["step", "generation", "saved", "at", "loss"]
+
+
+def test_ls_says_what_is_where_no_checkpoint_is(tmp_path: Path) -> None:
+    assert "no such file or folder" in keepstep("ls", tmp_path / "nothing").output
+    (tmp_path / "notes.txt").write_text("none")
+    (tmp_path / "more.txt").write_text("none")
+    assert "2 files of no known format: more.txt, notes.txt" in keepstep("ls", tmp_path).output
+    torch.save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "last.ckpt")
+    output = keepstep("ls", tmp_path).output
+    assert f"as in {tmp_path}/last.ckpt" in "".join(output.splitlines())
+
+
+def test_gc_says_what_it_has_done(run7: Path) -> None:
+    assert "deleted 0; 5 checkpoints stay" in keepstep("gc", run7).output
+    keepstep("rm", run7, "--keep-last", 3)
+    assert "deleted 2; 3 checkpoints stay" in keepstep("gc", run7, "--grace", 0).output
 
 
 def test_show_tells_which_tensors_are_compressed(tmp_path: Path) -> None:
@@ -194,7 +243,7 @@ def test_escapes_in_names_never_reach_the_terminal(tmp_path: Path) -> None:
     manifest = replace(opened.manifest, objects=objects)
     (tmp_path / "b" / opened.stored.directory / "manifest.json").write_bytes(manifest.encode())
     done = keepstep("diff", url, other)
-    assert done.output.splitlines() == ["~ document \\x1b[2J\\x07evil"]
+    assert done.output.splitlines()[:-1] == ["~ document \\x1b[2J\\x07evil"]
 
 
 def test_rm_removes_by_policy_and_gc_deletes_the_data_later(run7: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+from keepstep import checkpoint
 from keepstep.checkpoint.cli import other_formats
 from keepstep.checkpoint.foreign.recognition import Recognized
 from keepstep.elastic.cli.main import main
@@ -201,7 +202,8 @@ def test_diff_compares_different_formats_by_values(tmp_path: Path) -> None:
     flip(path, WEIGHTS[7].numpy().tobytes())
     difference = json_of("diff", path, tmp_path / "run", status=1)
     assert difference == {
-        "only_first": [], "only_second": [], "changed": {"model/w": "values"}, "documents": []
+        "only_first": [], "only_second": [], "documents": [],
+        "changed": {"model/w": "values: 1 of 4,000, by up to 6.1e-05"},
     }  # fmt: skip
 
 
@@ -235,3 +237,39 @@ def test_what_cannot_be_is_refused_in_words(
     done = keepstep(*(argument.format(path=path) for argument in arguments))
     assert done.exit_code != 0
     assert message in done.output.replace("\n", " ")
+
+
+def test_what_a_conversion_leaves_out_of_a_part_is_one_line(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    run = tmp_path / "run"
+    checkpoint.save(str(run), {"model": model, "optimizer": optimizer}, step=1)
+    done = keepstep("convert", run, tmp_path / "hf", "--to", "huggingface", "--only", "model")
+    assert done.exit_code == 0, done.output
+    left_out = [line for line in done.output.splitlines() if line.startswith("left out")]
+    assert len(left_out) < 6, left_out
+    assert "has no config.json" in done.output
+    listed = json_of("convert", run, tmp_path / "other", "--to", "huggingface", "--only", "model")
+    count = sum(line.startswith("optim/") for line in listed["left_out"])
+    assert count >= 120
+    assert f"left out: optim/...: {count} names, which --json lists: only the model" in done.output
+
+
+def test_a_folder_of_hugging_face_keeps_its_configuration_and_tokenizer(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("tokenizer.json", "merges.txt", "training.log"):
+        (source / name).write_bytes(f"{name} \xff".encode("latin-1"))
+    done = keepstep("convert", source, target, "--to", "huggingface")
+    assert done.exit_code == 0, done.output
+    assert "config.json" not in done.output
+    assert [line for line in done.output.splitlines() if line.startswith("left out")] == [
+        "left out: training.log: this file has no weights that the index names"
+    ]
+    for name in ("tokenizer.json", "merges.txt"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    assert not (target / "training.log").exists()
