@@ -45,6 +45,7 @@ class GenerationFollower:
         self._snapshots = snapshots
         self._store_socket = store_socket
         self._standstill = standstill
+        self._reported = 0
         self._on_change = on_change
 
     async def follow(self) -> None:
@@ -83,6 +84,30 @@ class GenerationFollower:
             restored_from=worker_group.restored_from,
             loaded=worker_group.loaded,
             replica_comparison=worker_group.replica_comparison,
+        )
+        self._report_recovery(generation)
+
+    def _report_recovery(self, generation: Generation) -> None:
+        """Log once that training goes on in a generation after the first."""
+        times = self._node.worker_group.times()
+        is_first = generation.generation == 1
+        if is_first or self._reported == generation.generation or "stepped" not in times:
+            return
+        self._reported = generation.generation
+        resume = generation.resume
+        resumed = resume.snapshot.step if resume is not None else int(times["resumed_step"])
+        again = max(0, generation.lost_from_step - resumed)
+        ranks = generation.world_size
+        log.info(
+            "generation %d: training goes on after step %d, %.1f s after its cause was noticed, "
+            "with %d rank%s; %d step%s computed again",
+            generation.generation,
+            resumed,
+            max(0.0, times["stepped"] - generation.detected_at_s),
+            ranks,
+            "s" if ranks != 1 else "",
+            again,
+            "s" if again != 1 else "",
         )
 
     async def _restart(self, request: RestartRequest) -> None:

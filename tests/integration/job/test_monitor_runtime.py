@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,11 @@ def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_con
         assert view.history.recoveries[1].reason.startswith(
             "rank 1 on b is restarted: non-communication hang"
         )
+        # Each node says that the job goes on, and its agent has printed the stack before.
+        for node in "ab":
+            log = (tmp_path / "agents" / f"{node}.log").read_text()
+            assert "generation 2: training goes on after step" in log
+        assert re.search(r"rank 1, process \d+, stands at:\n +<module> \(.*train.py", log)
         # Others may be right: on a machine that is overloaded communication is slow.
         assert not is_published(view)
         assert view.restarts == {}
