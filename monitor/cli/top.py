@@ -82,6 +82,8 @@ def _head(overview: Mapping[str, Any]) -> str:
     states = [rank["state"] for rank in overview["ranks"]]
     step_time = _seconds(overview["typical_step_s"])
     head = f"job {overview['job']}   step {step}   a step takes {step_time}"
+    if overview["loss"] is not None:
+        head += f"   loss {overview['loss']:.4g}"
     head += f"   ranks {states.count('alive')} of {overview['ranks_total']} alive"
     if "unheard" in states:
         head += f", {states.count('unheard')} not reporting"

@@ -22,6 +22,7 @@ from keepstep.monitor.records import (
     Ending,
     JobRecords,
     Kind,
+    Measure,
     RankRecords,
     as_bytes,
     is_open,
@@ -258,6 +259,12 @@ class RankHistory:
         """
         newest: np.ndarray = self._operations.records[-count:].copy()
         return newest
+
+    def newest_measure(self, measure: Measure) -> float | None:
+        """Return the newest value of a measure; None if none is among the records."""
+        records = self._marks.records
+        values = records["nbytes"][(records["kind"] == Kind.MEASURE) & (records["code"] == measure)]
+        return float(values[-1:].copy().view(np.float64)[0]) if len(values) else None
 
     def open_records(self) -> np.ndarray:
         """Return a copy of the records that have not ended, by begin."""

@@ -17,6 +17,7 @@ from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.records import (
     Communicator,
     Kind,
+    Measure,
     Operation,
     Phase,
     RankRecords,
@@ -84,9 +85,17 @@ def overview(
         ],
         "missing": dict(watch.child_registry.missing),
         "typical_step_s": typical_step_s,
+        "loss": _loss(histories),
         "verdicts": [entry.to_json() for entry in reversed(watch.log.entries)],
         "job_status": job_status_json(job_status, typical_step_s),
     }
+
+
+def _loss(histories: Sequence[RankHistory]) -> float | None:
+    """Return the newest loss, the median of ranks that report one; None if none does."""
+    reported = [history.newest_measure(Measure.LOSS) for history in histories]
+    losses = [loss for loss in reported if loss is not None and math.isfinite(loss)]
+    return float(np.median(losses)) if losses else None
 
 
 def no_ranks_text(job: str, recorded: Sequence[str]) -> str:

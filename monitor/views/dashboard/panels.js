@@ -179,6 +179,7 @@ export function drawFacts(overview) {
       : hangs.length
         ? ["stands still for", seconds(overview.now_s - since)]
         : ["a step takes", seconds(overview.typical_step_s)],
+    ...(overview.loss === null ? [] : [["loss", overview.loss.toPrecision(4)]]),
     [
       "ranks alive",
       overview.ranks_total > overview.ranks.length

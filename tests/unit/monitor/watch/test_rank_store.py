@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from keepstep.monitor.records import RECORD, Ending, Kind, Phase
+from keepstep.monitor.records import RECORD, Ending, Kind, Measure, Phase
 from keepstep.monitor.telemetry.record_history import RankState
 from keepstep.monitor.watch.rank_store import RankStore, WatchLimits
 
@@ -92,3 +92,13 @@ def steps(numbers: range) -> np.ndarray:
     records["stamp"] = 2 * np.arange(1, len(numbers) + 1)
     records["enqueued_s"], records["ended_s"] = np.array(numbers) + 1.0, np.array(numbers) + 1.5
     return records
+
+
+def test_newest_loss_of_a_rank_is_known() -> None:
+    store, records = RankStore("here", WatchLimits()), steps(range(1, 4))
+    store.merge(LOCAL, records, 1.0)
+    assert store.ranks[0].newest_measure(Measure.LOSS) is None
+    records["kind"], records["code"], records["stamp"] = Kind.MEASURE, Measure.LOSS, (10, 12, 14)
+    records["nbytes"] = np.array([3.5, 2.5, 1.5]).view(np.uint64)
+    store.merge(replace(LOCAL, read_at_s=2.0), records, 2.0)
+    assert store.ranks[0].newest_measure(Measure.LOSS) == 1.5
