@@ -254,6 +254,7 @@ class WorkerGroup:
             store_descriptor: the listening socket of the generation's torch store, for the worker
                 of local rank 0, if it is to serve the store.
         """
+        self._tell_of_new_beginning()
         self._begin(assignments[0].generation)
         for local_rank, assignment in enumerate(assignments):
             worker = self.workers.get(local_rank)
@@ -264,6 +265,13 @@ class WorkerGroup:
                 worker = self._idle.pop(0) if self._idle else self._start()
                 self.workers[local_rank] = worker
             await worker.assign(assignment, store_descriptor if local_rank == 0 else None)
+
+    def _tell_of_new_beginning(self) -> None:
+        """Say that the script begins anew, which is not what people expect of a recovery."""
+        if self.workers and not any(worker.has_joined for worker in self.workers.values()):
+            log.warning(
+                "%s has not called keepstep.join: it begins at its start", self._command.target
+            )
 
     async def enter_as_spare(self, generation: int) -> None:
         """End all workers: the node has no place in this generation, but may have one later."""

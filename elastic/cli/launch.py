@@ -28,6 +28,8 @@ from keepstep.elastic.cli.signals import Signals
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.log_files import VARIABLE as OUTPUTS_VARIABLE
+from keepstep.elastic.worker.log_files import Outputs
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.private_files import NotPrivate, run_directory
 from keepstep.processes import allow_all_descriptors, open_standard_descriptors
@@ -268,11 +270,22 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
         # Workers attach once they know their rank; `import torch` must not attach them before that.
         environment.pop("KEEPSTEP_MONITOR", None)
         environment[telemetry.RECORD_VARIABLE] = "1"
-    directory = options["log_dir"]
-    wanted = {options["redirects"], options["tee"]} - {"0"}
-    if wanted and not directory:
-        raise UsageError("--redirects and --tee need --log-dir DIRECTORY")
-    if wanted:
-        environment["KEEPSTEP_LOG_DIRECTORY"] = str(Path(directory).resolve())
-        environment["KEEPSTEP_LOG_TEE"] = "1" if options["tee"] != "0" else ""
+    directory = Path(options["log_dir"] or _log_directory(options)).resolve()
+    try:
+        outputs = Outputs(
+            str(directory), options["redirects"], options["tee"], options["local_ranks_filter"]
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    has_files = {outputs.redirects, outputs.tee} != {"0"}
+    if has_files and not options["log_dir"]:
+        log.info("workers' output is in %s", directory)
+    if has_files or outputs.shown:
+        environment[OUTPUTS_VARIABLE] = outputs.encode()
     return environment
+
+
+def _log_directory(options: Mapping[str, Any]) -> Path:
+    """Return where workers' output goes if --log-dir names no other place."""
+    job = options["job"] or options["rdzv_id"] or Path(options["script"]).stem
+    return Path("keepstep-logs") / job

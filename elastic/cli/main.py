@@ -147,6 +147,18 @@ _SECRET_FILE = click.option(
     hidden=True,
     help="Accepted for compatibility with torchrun: workers are always new processes.",
 )
+@_torch_option(
+    "--run-path",
+    is_flag=True,
+    hidden=True,
+    help="Accepted for compatibility with torchrun: scripts are always run by runpy.",
+)
+@_torch_option(
+    "--event-log-handler",
+    type=click.Choice(["null"]),
+    hidden=True,
+    help="Accepted for compatibility with torchrun: null, its default.",
+)
 @click.option("--role", hidden=True, help="Accepted for compatibility with torchrun, and ignored.")
 @click.option("-m", "--module", is_flag=True, help="Run SCRIPT as `python -m` would.")
 @_torch_option(
@@ -158,21 +170,27 @@ _SECRET_FILE = click.option(
 @_torch_option(
     "--log-dir",
     type=click.Path(),
-    help="Directory for the workers' output, with --redirects or --tee.",
+    help="Directory for the workers' output, with --redirects or --tee.  [default: "
+    "keepstep-logs/JOB]",
 )
 @click.option(
     "-r",
     "--redirects",
-    type=click.Choice(["0", "3"]),
     default="0",
-    help="3: workers' output to files in --log-dir.",
+    help="Workers' output to files in --log-dir: 1 stdout, 2 stderr, 3 both, or by local rank, "
+    "such as 0:3,1:2.",
 )
 @click.option(
     "-t",
     "--tee",
-    type=click.Choice(["0", "3"]),
     default="0",
-    help="3: workers' output to files in --log-dir and to the terminal.",
+    help="As --redirects, and to the terminal too.",
+)
+@_torch_option(
+    "--local-ranks-filter",
+    default="",
+    metavar="RANKS",
+    help="Local ranks whose output goes to the terminal, such as 0,1; files have all.",
 )
 @click.option(
     "--spares",

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from keepstep.elastic.worker import telemetry, warm_up
-from keepstep.elastic.worker.log_files import redirect
+from keepstep.elastic.worker.log_files import VARIABLE as OUTPUTS_VARIABLE
+from keepstep.elastic.worker.log_files import Outputs, redirect
 from keepstep.elastic.worker.messages import (
     Command,
     CommandKind,
@@ -59,7 +60,7 @@ def main() -> None:
     die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
     command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND"))
     is_recorded = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))
-    log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
+    outputs = os.environ.pop(OUTPUTS_VARIABLE, "")
     if command.kind is not CommandKind.PROGRAM:
         _warm_up(command)
         if is_recorded:
@@ -68,8 +69,8 @@ def main() -> None:
     session.report(Warm())
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())
-    if log_directory:
-        redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
+    if outputs:
+        redirect(Outputs.decode(outputs), assignment)
     restore_notices()
     if command.kind is CommandKind.PROGRAM:
         if is_recorded:

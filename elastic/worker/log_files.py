@@ -2,46 +2,112 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from keepstep.elastic.worker.messages import Assignment
 from keepstep.notices import notices_blocked
 
+VARIABLE = "KEEPSTEP_OUTPUTS"
+"""The environment variable by which an agent tells its workers."""
+
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+_RANKS = re.compile(r"(\d+(,\d+)*)?")
 _NAME = re.compile(r"generation-\d+-rank-\d+-std(out|err)\.log")
 
 
-def redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
-    """Send stdout and stderr to files named by generation and rank.
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where workers' outputs go, as torchrun's options say it.
 
-    With `tee`, they also go where they went before.
+    Args:
+        directory: of the files.
+        redirects: to files instead of where they went before: `0` to `3` for all workers (none,
+            stdout, stderr, both), or `LOCAL_RANK:0..3,...` for some.
+        tee: to files and to where they went before, in the same form.
+        shown: local ranks of which anything goes to where it went before, comma-separated; "": all.
+
+    Raises:
+        ValueError: a text has another form.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
-        stream.flush()
-        path = directory / f"generation-{assignment.generation}-rank-{assignment.rank}-{name}.log"
-        if tee:
-            # It ends by itself when the last writer has closed the pipe. Until then it has a
-            # session of its own: what is left in the worker's is killed when the worker has ended,
-            # and so would be its last output.
-            with notices_blocked():
-                copier = subprocess.Popen(
-                    ["tee", "-a", path],
-                    stdin=subprocess.PIPE,
-                    stdout=stream,
-                    start_new_session=True,
+
+    directory: str
+    redirects: str = "0"
+    tee: str = "0"
+    shown: str = ""
+
+    def __post_init__(self) -> None:
+        for name, text in (("redirects", self.redirects), ("tee", self.tee)):
+            if not _STREAMS.fullmatch(text):
+                raise ValueError(
+                    f"--{name} {text}: give 0, 1, 2 or 3 (none, stdout, stderr, both), or that for "
+                    "each local rank, such as 0:3,1:2"
                 )
-            assert copier.stdin is not None
-            os.dup2(copier.stdin.fileno(), stream.fileno())
-            copier.stdin.close()
-        else:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if not _RANKS.fullmatch(self.shown):
+            raise ValueError(f"--local-ranks-filter {self.shown}: give local ranks, such as 0,1")
+
+    @classmethod
+    def decode(cls, text: str) -> Outputs:
+        """Return what `encode` made a text of."""
+        return cls(**json.loads(text))
+
+    def encode(self) -> str:
+        """Return this as a text for the environment."""
+        return json.dumps(asdict(self))
+
+    def is_shown(self, local_rank: int) -> bool:
+        """Whether anything of this worker goes to where it went before."""
+        return not self.shown or str(local_rank) in self.shown.split(",")
+
+
+def chosen_streams(text: str, local_rank: int) -> int:
+    """Return 0 to 3 for a worker, of a text that `Outputs` takes."""
+    if ":" not in text:
+        return int(text)
+    by_rank = dict(part.split(":") for part in text.split(","))
+    return int(by_rank.get(str(local_rank), "0"))
+
+
+def redirect(outputs: Outputs, assignment: Assignment) -> None:
+    """Send stdout and stderr to where they are to go, with files named by generation and rank."""
+    local_rank = assignment.local_rank
+    tee = chosen_streams(outputs.tee, local_rank)
+    to_files = tee | chosen_streams(outputs.redirects, local_rank)
+    for bit, stream, name in ((1, sys.stdout, "stdout"), (2, sys.stderr, "stderr")):
+        stream.flush()
+        is_shown = outputs.is_shown(local_rank) and bool(tee & bit or not to_files & bit)
+        directory = Path(outputs.directory)
+        path = directory / f"generation-{assignment.generation}-rank-{assignment.rank}-{name}.log"
+        if to_files & bit:
+            directory.mkdir(parents=True, exist_ok=True)
+        if to_files & bit and is_shown:
+            _copy(stream, path)
+        elif to_files & bit or not is_shown:
+            target = path if to_files & bit else Path(os.devnull)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, stream.fileno())
             os.close(descriptor)
+
+
+def _copy(stream: TextIO, path: Path) -> None:
+    """Send a stream to a file, and to where it went before."""
+    # It ends by itself when the last writer has closed the pipe. Until then it has a session of its
+    # own: what is left in the worker's is killed when the worker has ended, and so would be its
+    # last output.
+    with notices_blocked():
+        copier = subprocess.Popen(
+            ["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream, start_new_session=True
+        )
+    assert copier.stdin is not None
+    os.dup2(copier.stdin.fileno(), stream.fileno())
+    copier.stdin.close()
 
 
 def copies_output(command: Sequence[str]) -> bool:

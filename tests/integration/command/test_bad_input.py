@@ -51,12 +51,7 @@ def script(directory: Path, text: str) -> str:
         ),
         (["run", "--store", "etcd://127.0.0.1:9", "elastic/cli/main.py"], "no answer from etcd"),
         (["run", "--local-addr", "192.0.2.1", "elastic/cli/main.py"], "address of this host"),
-        (["run", "-r", "3", "elastic/cli/main.py"], "--log-dir"),
-        (
-            ["run", "-r", "1", "--log-dir", "no", "elastic/cli/main.py"],
-            "not one of '0', '3'",
-        ),
-        (["run", "-t", "0:3", "--log-dir", "no", "elastic/cli/main.py"], "not one of '0', '3'"),
+        (["run", "-r", "4", "elastic/cli/main.py"], "give 0, 1, 2 or 3"),
         (["status", "--job", "no-such-job"], "no job named"),
         (["pause", "no-such-job"], "by --store URL\n"),
         (["monitor", "--port", "99999"], "0<=x<=65535"),

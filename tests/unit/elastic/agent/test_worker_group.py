@@ -20,6 +20,7 @@ from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.records import FailureKind, Generation, Member
+from keepstep.elastic.worker.log_files import VARIABLE, Outputs
 from keepstep.elastic.worker.messages import Assignment, Command, CommandKind
 from keepstep.elastic.worker.session import EXIT_REPLACE
 from tests.patience import patient
@@ -157,7 +158,7 @@ def test_last_output_of_a_worker_is_copied_after_its_end(tmp_path: Path, is_kill
         ("-c", f"cd {tmp_path}; (setsid sh -c '{later}' &); {wait('began')}; {end}"),
     )
     logs = tmp_path / "logs"
-    environment = {**os.environ, "KEEPSTEP_LOG_DIRECTORY": str(logs), "KEEPSTEP_LOG_TEE": "1"}
+    environment = {**os.environ, VARIABLE: Outputs(str(logs), tee="3").encode()}
 
     async def scenario() -> None:
         async with running(command, 1, environment) as group:
@@ -596,3 +597,18 @@ def test_idle_process_that_ends_is_replaced_and_the_node_is_not_warm_until_then(
             await group.stop(0.0)
 
     play(scenario())
+
+
+def test_script_that_begins_anew_because_it_has_not_joined_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = Command(CommandKind.PROGRAM, "/bin/sh", ("-c", "exit 3"))
+
+    async def scenario() -> None:
+        async with running(command, 1) as group:
+            assert "keepstep.join" not in caplog.text
+            await group.until(lambda: group.failure is not None)
+            await group.enter(places(2, 1))
+
+    play(scenario())
+    assert "/bin/sh has not called keepstep.join: it begins at its start" in caplog.text
