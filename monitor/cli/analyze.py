@@ -82,7 +82,7 @@ def render(postmortem: Postmortem) -> RenderableType:
     if not postmortem.verdicts and postmortem.waits:
         parts.append(Text("no rank can be identified as the cause", style="yellow"))
     elif not postmortem.verdicts:
-        parts.append(Text("nothing found", style="green"))
+        parts.append(Text("no fault found", style="green"))
     if postmortem.waits:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for name in ("open at the end", "since", "ranks in it", "not in it"):

@@ -122,7 +122,11 @@ def doctor(
     with Doctor(
         node or socket.gethostname(), (host.strip("[]"), int(port)), secret, patience
     ) as examining:
-        outcome = examining.examine(participants, directory or Path(tempfile.gettempdir()))
+        outcome = examining.examine(
+            participants,
+            directory or Path(tempfile.gettempdir()),
+            lambda line: None if as_json else click.echo(f"{line} ...", err=True),
+        )
     if as_json:
         click.echo(json.dumps(outcome.to_json()))
     else:
@@ -193,8 +197,13 @@ def show(outcome: Outcome) -> None:
         )
     if not outcome.findings:
         count = len(outcome.examinations)
-        limit = " With two nodes, a slow one cannot be identified." if count == 2 else ""
-        console.print(f"[green]nothing found[/green] on {count} node(s).{limit}")
+        if count == 1:
+            scope = "this node; no link to another one was measured"
+        elif count == 2:
+            scope = "2 nodes and the link between them; which of two is slow cannot be told"
+        else:
+            scope = f"{count} nodes and the links between them"
+        console.print(f"[green]healthy[/green]: {scope}")
 
 
 def _rate(value: float) -> str:

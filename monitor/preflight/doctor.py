@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -146,29 +146,41 @@ class Doctor:
         self._enter_round(_CLOSED)
         self._listener.close()
 
-    def examine(self, participants: Participants, directory: Path) -> Outcome:
+    def examine(
+        self,
+        participants: Participants,
+        directory: Path,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> Outcome:
         """Test this node and its links, and return what all doctors measured.
 
         Args:
             participants: who takes part.
             directory: where the disk is tested.
+            report: called with what begins, in words.
         """
-        own = self._test_self(participants, directory)
+        own = self._test_self(participants, directory, report)
+        if participants.peers:
+            report(f"waiting for {', '.join(participants.peers)}")
         missing = self._wait_for(participants)
-        own = self._probe_links(participants, own, missing)
+        own = self._probe_links(participants, own, missing, report)
         with self._changed:
             self._own_examination = own
             self._round = _DONE
             self._changed.notify_all()
         return self._gather(participants, own, missing)
 
-    def _test_self(self, participants: Participants, directory: Path) -> NodeExamination:
+    def _test_self(
+        self, participants: Participants, directory: Path, report: Callable[[str], None]
+    ) -> NodeExamination:
         errors: dict[str, str] = {}
+        report(f"testing the disk in {directory}")
         disk_result: DiskResult | None = None
         try:
             disk_result = disk(directory)
         except OSError as error:
             errors["disk"] = f"{directory}: {error.strerror}"
+        report("testing connections within this node")
         loopback: LinkResult | None = None
         is_any = self._address[0] in ("", "0.0.0.0", "::")
         host = loopback_address() if is_any else self._address[0]
@@ -176,10 +188,13 @@ class Doctor:
             loopback = self._measure(host_and_port(host, self.port), _LOOPBACK_ROUND)
         except (MonitorUnreachable, ProtocolViolation) as error:
             errors["loopback"] = str(error)
+        report("testing the memory")
+        own_memory_rate = memory_rate()
+        report("testing products of matrices")
         return NodeExamination(
             address=participants.own,
             name=self._name,
-            memory_rate=memory_rate(),
+            memory_rate=own_memory_rate,
             disk=disk_result,
             matmuls=matmuls(),
             loopback=loopback,
@@ -217,7 +232,11 @@ class Doctor:
         return {address: reasons[address] for address in waiting}
 
     def _probe_links(
-        self, participants: Participants, own: NodeExamination, missing: Mapping[str, str]
+        self,
+        participants: Participants,
+        own: NodeExamination,
+        missing: Mapping[str, str],
+        report: Callable[[str], None],
     ) -> NodeExamination:
         """Take part in every round; return the examination with its links."""
         place = participants.addresses.index(participants.own)
@@ -230,6 +249,8 @@ class Doctor:
                 continue
             measures = place == pair[0]
             partner = participants.addresses[pair[1] if measures else pair[0]]
+            if partner not in missing:
+                report(f"measuring the link to {partner}")
             if partner in missing:
                 errors[partner] = missing[partner]
             elif measures:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +402,15 @@ def test_node_name_that_cannot_be_sent_is_refused() -> None:
         Doctor("n" * 200, ("127.0.0.1", 0), bytes(32), 1.0),
     ):
         pass
+
+
+def test_one_node_says_what_it_tests_and_that_it_is_healthy(
+    tmp_path: Path, ports: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{ports[0]}"
+    begun: list[str] = []
+    with Doctor("alone", ("127.0.0.1", ports[0]), bytes(32), 1.0) as examining:
+        outcome_alone = examining.examine(Participants.of(address, []), tmp_path, begun.append)
+    assert [line.split()[-1] for line in begun] == [str(tmp_path), "node", "memory", "matrices"]
+    show(replace(outcome_alone, findings=()))
+    assert "healthy: this node; no link to another one was measured" in capsys.readouterr().out

@@ -70,7 +70,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("fault", "world", "status", "sentences"),
     [
-        ("none", 2, 0, ["nothing found"]),
+        ("none", 2, 0, ["no fault found"]),
         ("absent", 3, 1, [
             "non-communication hang: rank 1",
             "rank 1 never came to operation 3 of group 0 (default_pg), "
