@@ -39,7 +39,7 @@ from keepstep.elastic.errors import (
     UsageError,
 )
 from keepstep.elastic.rendezvous.decide import may_leave
-from keepstep.elastic.rendezvous.records import Failure, NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import Failure, FailureKind, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -403,10 +403,11 @@ def describe_outage(outage: str, failure: Failure | None, waits_s: float) -> str
             f"{outage}; training goes on, but until the coordinator answers nothing is stored and "
             "no loss is repaired"
         )
+    cause = "a peer is lost" if failure.kind is FailureKind.PEER else failure.summary
     return (
-        f"training stands still ({failure.summary}): no loss is repaired while the coordinator "
-        f"does not answer ({outage}). Start it again, where a node served it by running that "
-        f"node's line again, within {waits_s:.0f} s: until then this node keeps its newest "
+        f"training stands still: {cause}, and no loss is repaired while the coordinator does not "
+        f"answer ({outage.partition(' (')[0]}). Start it again, where a node served it by running "
+        f"that node's line again, within {waits_s:.0f} s: until then this node keeps its newest "
         "snapshot in memory, and training goes on from there"
     )
 

@@ -279,7 +279,9 @@ class PeerConnections:
             await self._declare_dead(peer)
         except StoreUnavailable as error:
             log.warning(
-                "could not declare %s gone (%s); its lease will end by itself", peer.node, error
+                "could not declare %s gone (%s); its lease will end by itself",
+                peer.node,
+                str(error).partition(" (")[0],
             )
 
     async def _observe(self, peer: Peer, reached: asyncio.Event, *, warns: bool) -> _Observation:

@@ -338,5 +338,5 @@ def test_outage_in_which_a_node_stands_still_is_told_with_what_ends_it() -> None
     goes_on = describe_outage("no answer from etcd", None, 600.0)
     assert "training goes on" in goes_on
     stands = describe_outage("no answer from etcd", failure, 600.0)
-    assert stands.startswith("training stands still (a collective of rank 1 broke): ")
+    assert stands.startswith("training stands still: a peer is lost, and")
     assert "running that node's line again, within 600 s" in stands
