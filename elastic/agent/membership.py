@@ -33,6 +33,7 @@ from typing import Any
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.action_log import log_action
+from keepstep.elastic.agent.holder_probes import HolderProbes
 from keepstep.elastic.agent.peer_connections import Peer, probe
 from keepstep.elastic.agent.publisher import Publisher
 from keepstep.elastic.agent.view_reader import ViewReader
@@ -142,6 +143,7 @@ class Membership:
         self._dirty = asyncio.Event()
         self._changed = asyncio.Event()
         self._publisher = Publisher(publish, self._changed.set)
+        self._probes = HolderProbes(self._changed.set)
         self._lease = Lease(id=0, ttl_s=lease_ttl_s, until_s=0.0)
         self._created = 0
         """Revision at which this membership created the node's key."""
@@ -260,6 +262,7 @@ class Membership:
             error = error or failed.exceptions[0]
         finally:
             self._publisher.stop()
+            self._probes.ask(())
         # Not raised above: Python 3.11.2 would put it into a group again.
         if error is not None:
             raise error from None
@@ -305,7 +308,8 @@ class Membership:
             self._changed.set()
 
     def _reported_view(self) -> View:
-        return with_reports(self.view, self._reports.newest)
+        view = with_reports(self.view, self._reports.newest)
+        return replace(view, gone=self._probes.gone)
 
     def _announce(self, view: View) -> SnapshotId | None:
         """Announce what all members protect, if this node leads and that is new; return it."""
@@ -504,6 +508,7 @@ class Membership:
                 rest_s = min(_MOST_REST_S, _REST_RATIO * (time.monotonic() - began_s))
                 if decision.action is not None:
                     check_action(self._policy, view, decision.action)
+                self._probes.ask(decision.asks)
                 decision = self._publisher.follow(decision, view, began_s)
                 leader_state, again_at_s = decision.leader_state, decision.again_at_s
                 # Decisions without a message come between, such as commits: once is enough.
@@ -521,6 +526,7 @@ class Membership:
             else:
                 leader_state = LeaderState()
                 self._publisher.stop()
+                self._probes.ask(())
                 if self.view.leader is None:
                     await self._take_lead()
                     continue

@@ -3,9 +3,11 @@
 The leader keeps a connection to every other agent, and every other agent one to the leader: linear
 in nodes. When a process dies its kernel closes the connection; if its port then refuses the one
 that was connected, or an agent of another name answers there, the agent is certainly dead, and
-whoever notices may revoke its lease. Everything else proves nothing, and is left to the lease: a
-host that does not answer, a port that has never accepted this observer (a firewall may be what
-refuses), a peer that speaks another version, one with another secret.
+whoever notices may revoke its lease. A new leader had no connection before: there the port of the
+node's snapshot server has to refuse as well, for nothing is committed unless servers reach each
+other. Everything else proves nothing, and is left to the lease: a host that does not answer, a port
+that has never accepted this observer (a firewall may be what refuses), a peer that speaks another
+version, one with another secret.
 
 What a node has sealed changes at every step and matters to the leader only, so it is sent over
 these connections and not through the coordinator, where every write costs a majority's disks.
@@ -32,7 +34,7 @@ from typing import Protocol as Structure
 from typing import TypeAlias
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeReport
+from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeRecord, NodeReport
 from keepstep.transport import (
     AuthenticationFailed,
     Codec,
@@ -199,8 +201,8 @@ class _Answer(enum.Enum):
     NOTHING = enum.auto()
 
 
-class Peer(Structure):
-    """Another agent: its node, where it is reached, and the lease under which it is a member."""
+class Reached(Structure):
+    """Another agent: its node, and where it is reached."""
 
     @property
     def node(self) -> str:
@@ -209,6 +211,10 @@ class Peer(Structure):
     @property
     def agent(self) -> str:
         """Where the agent is reached."""
+
+
+class Peer(Reached, Structure):
+    """Another agent, and the lease under which it is a member."""
 
     @property
     def lease(self) -> int:
@@ -298,7 +304,8 @@ class PeerConnections:
                     f"tcp:{peer.agent}", PROTOCOL, self._identity, handshake_s=_HANDSHAKE_S
                 )
             except PeerRefused:
-                return _Observation.DEAD if reached.is_set() else _Observation.UNKNOWN
+                is_dead = reached.is_set() or await _refuses_as_server(peer)
+                return _Observation.DEAD if is_dead else _Observation.UNKNOWN
             except PeerTimeout:
                 # An agent that is not admitted yet sends its name all the same.
                 answer = await _ask_name(peer)
@@ -376,8 +383,8 @@ def next_pause_s(pause_s: float, lasted_s: float) -> float:
     return _FIRST_RETRY_S if is_first else min(2 * pause_s, _RETRY_S)
 
 
-async def probe(peer: Peer) -> bool | None:
-    """Return whether an agent lives, for an agent that wants to take its place under its name.
+async def probe(peer: Reached) -> bool | None:
+    """Return whether an agent lives, for one that waits for it or wants to take its name.
 
     Returns:
         True if it answers by its name, False if its process is certainly gone, None if unknown.
@@ -391,7 +398,20 @@ async def probe(peer: Peer) -> bool | None:
             return None
 
 
-async def _ask_name(peer: Peer) -> _Answer:
+async def _refuses_as_server(peer: Peer) -> bool:
+    """Whether nobody listens where a node's snapshot server, which ends with its agent, was."""
+    if not isinstance(peer, NodeRecord) or not peer.server:
+        return False
+    try:
+        await identify(peer.server, PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)
+    except PeerRefused:
+        return True
+    except TransportError:
+        return False
+    return False
+
+
+async def _ask_name(peer: Reached) -> _Answer:
     """Return what answers at an agent's port."""
     try:
         node = await identify(f"tcp:{peer.agent}", PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)
@@ -404,6 +424,6 @@ async def _ask_name(peer: Peer) -> _Answer:
     return _Answer.OTHER_NAME if _is_other(node, peer) else _Answer.OWN_NAME
 
 
-def _is_other(claimed_node: str | None, peer: Peer) -> bool:
+def _is_other(claimed_node: str | None, peer: Reached) -> bool:
     """Whether somebody who claims a node's name, if any, is certainly not this peer."""
     return claimed_node is not None and claimed_node != peer.node

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepstep.elastic.rendezvous.actions import Action
+from keepstep.elastic.rendezvous.records import Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,14 @@ class Decision:
         action: what to do now, if anything.
         again_at_s: when to decide again even if nothing changes, in monotonic seconds.
         message: what the leader waits for, in words.
+        asks: lost nodes that it waits for; if their agents have ended, it need not.
     """
 
     leader_state: LeaderState
     action: Action | None = None
     again_at_s: float | None = None
     message: str = ""
+    asks: tuple[Member, ...] = ()
 
 
 def wait(

@@ -6,6 +6,7 @@ snapshot, and whether at all the job goes on is decided once nobody computes any
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -156,13 +157,15 @@ def open_next_generation(
     lost = _holders_that_may_return(view, committed, resume)
     if lost:
         # When the coordinator was away for long, all leases end at the same time.
-        names = ", ".join(lost)
+        # One whose agent has ended does not come back, and its memory has gone with it.
+        names = ", ".join(holder.node for holder in lost)
         leader_state, until_s = wait(leader_state, f"return of {names}", now_s, policy.return_s)
         if now_s < until_s:
             return Decision(
                 leader_state,
                 again_at_s=until_s,
                 message=f"waiting for {names}, without which step {_step(committed)} is lost",
+                asks=lost,
             )
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing and not closing.pauses else wall_s
@@ -251,15 +254,18 @@ def _step(commit: SnapshotCommit | None) -> int:
 
 def _holders_that_may_return(
     view: View, committed: SnapshotCommit | None, resume: SnapshotCommit | None
-) -> list[str]:
-    """Return the lost nodes for want of which the committed snapshot would be given up."""
+) -> tuple[Member, ...]:
+    """Return the lost nodes by whose return the committed snapshot would not be given up."""
     if committed is None or (resume and _step(resume) >= _step(committed)):
-        return []
-    return [
-        holder.node
-        for holder in committed.holders
-        if holder.node not in view.nodes and holder.node not in view.evictions
-    ]
+        return ()
+    lost = [holder for holder in committed.holders if holder.node not in view.nodes]
+    awaited = tuple(
+        holder
+        for holder in lost
+        if holder.node not in view.evictions and holder.agent not in view.gone
+    )
+    gone = Counter(holder.group for holder in lost if holder not in awaited)
+    return () if any(count > committed.parity for count in gone.values()) else awaited
 
 
 def _release(

@@ -172,6 +172,8 @@ class View:
     """What placements list, by digest; also what none lists any more."""
     revisions: Mapping[str, int] = field(default_factory=dict)
     """At which revision each job-wide document was last written; without those that are absent."""
+    gone: frozenset[str] = frozenset()
+    """Where agents were reached of which the leader itself has found out that they have ended."""
 
     @property
     def generation_revision(self) -> int:

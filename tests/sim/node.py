@@ -127,6 +127,7 @@ class Node:
         self.decided_at_revision = 0
         self.decide_again_at_s: float | None = None
         self.leader_state = LeaderState()
+        self.gone: frozenset[str] = frozenset()
         self.lead_at_revision = 0
         self.lead_after: tuple[int, float] | None = None
         self.publication: Publication | None = None
@@ -374,7 +375,7 @@ class Node:
         if self.revision == self.decided_at_revision and not is_due:
             return
         self.decided_at_revision = self.revision
-        view = with_reports(self.view, self.reports.newest)
+        view = replace(with_reports(self.view, self.reports.newest), gone=self.gone)
         published = publication.conclude(self.publication, view)
         if published is not None:
             self.decided_at_revision = 0
@@ -388,6 +389,10 @@ class Node:
         self.publication, decision = publication.follow(before, decision, view, now_s)
         self.leader_state = decision.leader_state
         self.decide_again_at_s = decision.again_at_s
+        gone = {m.agent for m in decision.asks if self.simulation.probe(m) is False}
+        if not gone <= self.gone:
+            self.gone |= gone
+            self.decided_at_revision = 0
         if before is None and self.publication is not None and self.rng.random() < 0.15:
             self.manifest_stalls_until_s = now_s + self.rng.uniform(1.0, 25.0)
         if before is not None and before.is_under_way:

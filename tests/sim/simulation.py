@@ -26,6 +26,7 @@ from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
     Eviction,
     Generation,
+    Member,
     NodePhase,
     NodeRecord,
     NodeReport,
@@ -145,7 +146,7 @@ class Simulation:
                 node.work()
         self.nodes = [node for node in self.nodes if node.is_alive]
 
-    def probe(self, record: NodeRecord) -> bool | None:
+    def probe(self, record: NodeRecord | Member) -> bool | None:
         """Ask whether an agent lives; None if that cannot be found out."""
         owner = next((n for n in self.nodes if n.agent == record.agent and n.is_alive), None)
         if owner is None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -463,6 +463,39 @@ def test_port_that_has_never_answered_this_observer_proves_nothing(
             for _ in range(4):
                 await attempts.get()
             assert declared.empty()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("server_lives", [True, False])
+def test_new_leader_takes_a_node_for_dead_if_its_snapshot_server_refuses_as_well(
+    server_lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader before, which was connected to it, was lost in the same moment."""
+    monkeypatch.setattr(peer_connections, "_RETRY_S", 0.01)
+    asked = asyncio.Queue[str]()
+    identify_for_real = peer_connections.identify
+
+    async def identify_noted(address: str, *arguments: Any, **options: Any) -> Any:
+        asked.put_nowait(address)
+        return await identify_for_real(address, *arguments, **options)
+
+    monkeypatch.setattr(peer_connections, "identify", identify_noted)
+
+    async def scenario() -> None:
+        async with listening("a") as (listener, _):
+            agent = agent_at(listener.port)
+        async with listening("server") as (server, _), watching() as (connections, declared):
+            record = replace(agent, server=f"tcp:{HOST}:{server.port}")
+            if not server_lives:
+                await server.close()
+            connections.watch([record])
+            if server_lives:
+                for _ in range(3):
+                    assert await asked.get() == record.server
+                assert declared.empty()
+            else:
+                assert (await declared.get()).node == agent.node
 
     play(scenario())
 

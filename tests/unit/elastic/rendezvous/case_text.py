@@ -22,6 +22,7 @@ the present members of the current generation. A rank stands for the node that h
     a is done                            its workers exited with success
     a asks to leave                      a preemption notice, Ctrl-C, an eviction that it has seen
     lease of a ends                      its agent died, left or was cut off
+    agent of a has ended                 found out where the leader asks it, as it waits for a
     a returns                            with its memory and 1 worker, after its lease has ended
     a rejoins                            its agent died and another joined before anybody looked
     a wants checkpoints in URL [every 10 steps | as often as best]
@@ -77,6 +78,7 @@ from keepstep.elastic.rendezvous.records import (
     Generation,
     History,
     Leadership,
+    Member,
     NodePhase,
     NodeRecord,
     NodeReport,
@@ -134,8 +136,10 @@ class Case:
         self._reports: dict[str, NodeReport] = {}
         self._leader: str | None = None
         self._leader_state = LeaderState()
+        self._gone: frozenset[str] = frozenset()
         self._manifest_failure = ""
         self._steps: dict[str, int] = {}
+        self._asked: tuple[Member, ...] = ()
 
     @property
     def view(self) -> View:
@@ -163,6 +167,10 @@ class Case:
             # What the nodes reported to the leader alone, a person's command does not see.
             forecast = forecast_loss(self.view, _names(found[1]), self.wall_s)
             return describe_forecast(forecast).splitlines()
+        elif found := re.fullmatch(r"agents? of (.+) (?:has|have) ended", line):
+            # The leader asks whom it waits for.
+            ended = _names(found[1])
+            self._gone |= {member.agent for member in self._asked if member.node in ended}
         elif found := re.fullmatch(r"the monitor names rank (\d+): (.+)", line):
             self._put(KEYS.single("verdicts"), self._verdicts(int(found[1]), found[2]))
         elif found := re.fullmatch(r"may (\w+) leave\?", line):
@@ -202,13 +210,14 @@ class Case:
         output: list[str] = []
         self._choose_leader()
         for _ in range(_MAX_DECISIONS):
-            view = self._leaders_view()
+            view = replace(self._leaders_view(), gone=self._gone)
             if view.leader is None:
                 return ["nobody leads"]
             if view.leader != self._leader:
                 self._leader, self._leader_state = view.leader, LeaderState()
             decision = decide(self.policy, view, self._leader_state, self.now_s, self.wall_s)
             self._leader_state = decision.leader_state
+            self._asked = decision.asks
             if decision.action is None:
                 return [*output, self._describe_wait(decision.again_at_s, decision.message)]
             before = dict(self._items)
