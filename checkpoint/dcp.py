@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -50,6 +51,7 @@ from torch.futures import Future
 
 from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.completeness import shortened
 from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
@@ -75,6 +77,8 @@ from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
+
+log = logging.getLogger("keepstep")
 
 _VALUES = "dcp/values"
 _PATHS = "dcp/paths"
@@ -299,9 +303,16 @@ class Reader(StorageReader):
         """Have all ranks read the newest checkpoint that any of them has found.
 
         Each has looked for itself, and another one may have been committed meanwhile.
+
+        What no rank asks for is no error in DCP: a warning lists it, where the state has the
+        top-level name that it lies under.
         """
         found: list[StoredStep] = [plan.storage_data or self._source.stored for plan in plans]
         newest = max(found, key=lambda stored: (stored.step, stored.generation))
+        requested = {item.storage_index.fqn for plan in plans for item in plan.items}
+        paths = self._source.documents.get(_PATHS, {})
+        for line in _left(self._source, requested, paths):
+            log.warning("%s: not loaded: %s", self._url, line)
         return [replace(plan, storage_data=newest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -357,6 +368,26 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a URL that can be read from."""
         return _is_url(checkpoint_id)
+
+
+def _left(
+    source: StoredCheckpoint, requested: Collection[str], paths: Mapping[str, Sequence[Any]]
+) -> Iterator[str]:
+    """Yield what a checkpoint has that no rank asks for, in words, for each top-level name.
+
+    Args:
+        source: the checkpoint.
+        requested: the names that any rank asks for.
+        paths: the path of each name in the state that was saved; a name without is its own.
+    """
+    left: dict[str, list[str]] = {}
+    tops = {str(paths.get(name, (name,))[0]) for name in requested}
+    for name in (*source.tensors, *source.documents.get(_VALUES, {})):
+        top = str(paths.get(name, (name,))[0])
+        if name not in requested and top in tops:
+            left.setdefault(top, []).append(name)
+    for names in left.values():
+        yield f"{shortened(names)}: in the checkpoint, but not in the state"
 
 
 def _plan_caching_refused() -> LayoutMismatch:

@@ -29,6 +29,7 @@ from keepstep.checkpoint.foreign.pickled_values import plain_constructors
 from keepstep.checkpoint.foreign.pickles import unpickle
 from keepstep.checkpoint.foreign.state_dicts import add_model, add_training_state, is_model
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.described import check_described
 from keepstep.checkpoint.layout.parameter_order import ParameterNames
 
@@ -204,7 +205,9 @@ def _add_flattened_optimizer(contents: Contents, where: str, state: Mapping[str,
         kind, _, rest = full_name.partition(".")
         parameter, key = _split_at_parameter(rest, parameters)
         if not parameter or not key:
-            contents.leave_out(f"{where}/{full_name}", "it names no parameter of the model")
+            contents.leave_out(
+                f"{where}/{full_name}", "it names no parameter of the model", key=OPTIMIZER
+            )
         elif kind == _STATE:
             contents.add_slot(parameter, key, value)
         else:

@@ -41,6 +41,7 @@ from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.documents import MASTERS, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 
@@ -121,7 +122,9 @@ def read_deepspeed_universal(
     for parameter, names_of_slots in slots.items():
         is_known = parameter in shapes_by_rank or any(parameter in m.module for m in modules)
         if not is_known:
-            contents.leave_out(f"zero/{parameter}", "the module's file does not have it")
+            contents.leave_out(
+                f"zero/{parameter}", "the module's file does not have it", key=OPTIMIZER
+            )
         if not is_known or parameter in shapes_by_rank:
             opened.update(names_of_slots.values())
         elif _MASTER in names_of_slots:
@@ -134,9 +137,11 @@ def read_deepspeed_universal(
     groups = optimizer.get("param_groups")
     names = _names_of_groups(modules[::ranks])
     if groups is None:
-        contents.leave_out(_OPTIMIZER, "it has no groups of the optimizer")
+        contents.leave_out(_OPTIMIZER, "it has no groups of the optimizer", key=OPTIMIZER)
     elif names is None:
-        contents.leave_out("param_groups", "stages of the pipeline have different numbers of them")
+        contents.leave_out(
+            "param_groups", "stages of the pipeline have different numbers of them", key=OPTIMIZER
+        )
     else:
         add_groups(contents, groups, names, f"{files.url}/{_OPTIMIZER}")
     settings = {name: value for name, value in optimizer.items() if name not in _STRUCTURE}

@@ -44,6 +44,7 @@ from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.pieces import Piece, assembled, pieces_of_range
 from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.documents import MASTERS
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.parameter_order import ParameterNames
@@ -100,7 +101,7 @@ def read_model_rank(
                 contents, mapping_of(state), "optimizer", model.location, parameter_names
             )
         elif state is not None:
-            contents.leave_out("optimizer", "it is in a form that is not read")
+            contents.leave_out("optimizer", "it is in a form that is not read", key=OPTIMIZER)
         return contents.checkpoint(add_rest(contents, model, {}))
     _check_world(optimizers)
     stage = _stage(optimizers[0])

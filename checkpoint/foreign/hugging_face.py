@@ -204,7 +204,9 @@ def _add_safetensors(contents: Contents, files: ForeignFiles, name: str) -> set[
     for key, array in read.arrays.items():
         contents.add_model_array(key, array)
     for key, dtype in read.unsupported.items():
-        contents.leave_out(f"model/{key}", f"its data type {dtype} cannot be stored")
+        contents.leave_out(
+            f"model/{key}", f"its data type {dtype} cannot be stored", key=f"model/{key}"
+        )
     # What the format of the tensors' framework is, says nothing here.
     notes = {key: text for key, text in read.metadata.items() if key != "format"}
     if notes:

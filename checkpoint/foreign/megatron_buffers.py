@@ -32,6 +32,7 @@ from keepstep.checkpoint.foreign.megatron_stacks import placed_in
 from keepstep.checkpoint.foreign.pieces import ForeignTensor, Piece, assembled
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.fragments import boxes_of_range
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
@@ -178,7 +179,9 @@ def tensors_of_buffers(
             continue
         bucket = _BUCKET.fullmatch(name.rest)
         if bucket is None or name.optimizer:
-            contents.leave_out("optimizer", f"{key} is of experts, or unknown; {_INSTEAD}")
+            contents.leave_out(
+                "optimizer", f"{key} is of experts, or unknown; {_INSTEAD}", key=OPTIMIZER
+            )
             return {}
         rank = ranks.setdefault(name.rank, _Rank())
         rank.buckets.setdefault((int(bucket[1]), int(bucket[3])), {})[bucket[4]] = chunked
@@ -186,7 +189,7 @@ def tensors_of_buffers(
         module = _Module(metadata, arguments, live_names, location)
         tensors = _assembled(contents, _placed(ranks, module))
     except _Unexplained as error:
-        contents.leave_out("optimizer", f"{error}; {_INSTEAD}")
+        contents.leave_out("optimizer", f"{error}; {_INSTEAD}", key=OPTIMIZER)
         return {}
     _compare(contents, tensors, location)
     return tensors

@@ -38,6 +38,7 @@ from keepstep.checkpoint.foreign.megatron_stacks import cut, module_name, placed
 from keepstep.checkpoint.foreign.pieces import ForeignTensor
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.documents import MASTERS
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 
@@ -161,11 +162,14 @@ class _Reading:
             match = _SLOT.fullmatch(key)
             of = self._metadata.tensors.get(match[2]) if match else None
             if match is None or of is None:
-                self._contents.leave_out(key, "it is no state of a parameter of the model")
+                self._contents.leave_out(
+                    key, "it is no state of a parameter of the model", key=OPTIMIZER
+                )
             elif of.spec.shape != chunked.spec.shape:
                 self._contents.leave_out(
                     key, f"its shape {chunked.spec.shape} is not that of the parameter, "
-                    f"{of.spec.shape}"
+                    f"{of.spec.shape}",
+                    key=OPTIMIZER,
                 )  # fmt: skip
             else:
                 for name, tensor in self._cut(match[2], tensor_of_chunks(key, chunked)):

@@ -34,6 +34,7 @@ from keepstep.checkpoint.foreign.megatron_settings import (
 )
 from keepstep.checkpoint.foreign.pickled_json import described
 from keepstep.checkpoint.foreign.pieces import ForeignTensor, Piece, assembled, whole
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.documents import MASTERS
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.rules.matching import match_names
@@ -142,7 +143,7 @@ def _states(
             try:
                 states[-1].append(state_of(file, model))
             except Unnamed as error:
-                contents.leave_out("optimizer", f"{file.name}: {error}")
+                contents.leave_out("optimizer", f"{file.name}: {error}", key=OPTIMIZER)
                 return [[{} for _ in ranks] for ranks in models]
     return states
 

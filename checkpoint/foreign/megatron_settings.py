@@ -14,6 +14,7 @@ from keepstep.checkpoint.foreign.contents import Contents, mapping_of, step_of
 from keepstep.checkpoint.foreign.pickled_json import NotJson, as_json
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.layout.documents import PADDING
 
 MEGATRON = "megatron"
@@ -182,6 +183,7 @@ def add_groups(
             "optimizer.param_groups",
             "they do not name their parameters, and Megatron's rules on weight decay, experts and "
             "learning rates do not tell these apart",
+            key=OPTIMIZER,
         )
     else:
         for group, names in zip(groups, members, strict=True):
@@ -190,7 +192,9 @@ def add_groups(
         return
     steps = {common_step(optimizer) for optimizer in optimizers}
     if len(steps) > 1:
-        contents.leave_out("optimizer step", "the optimizers and groups have different numbers")
+        contents.leave_out(
+            "optimizer step", "the optimizers and groups have different numbers", key=OPTIMIZER
+        )
         return
     for name in parameters if steps != {None} else ():
         contents.add_slot(name, "step", *steps)

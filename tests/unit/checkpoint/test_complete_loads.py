@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from keepstep import checkpoint
+from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
@@ -454,3 +455,34 @@ def test_frozen_parameters_may_be_in_a_group_or_in_none() -> None:
     alone = torch.optim.Adam([{"params": [live.weight]}, {"params": [bias]}])
     refused = refusal_of(url, {"model": live, "optimizer": alone})
     assert "optim/bias: a parameter of which the source has no" in (refused or "")
+
+
+def test_what_no_rank_asks_dcp_for_is_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such loads are no error in DCP."""
+    saved = {"model": {"a": torch.ones(2), "b": torch.ones(2)}, "at": {"x": 1}, "ema": {"y": 2}}
+    dcp.save(saved, storage_writer=Writer(str(tmp_path), step=1), no_dist=True)
+    dcp.load({"model": saved["model"]}, storage_reader=Reader(str(tmp_path)), no_dist=True)
+    assert not [r for r in caplog.records if r.name == "keepstep"]
+    state = {"model": {"a": torch.zeros(2)}, "at": {"x": 0}}
+    dcp.load(state, storage_reader=Reader(str(tmp_path)), no_dist=True)
+    (record,) = [r for r in caplog.records if r.name == "keepstep"]
+    assert record.getMessage() == (
+        f"{tmp_path}: not loaded: model.b: in the checkpoint, but not in the state"
+    )
+
+
+def test_an_optimizer_whose_parameters_are_not_told_apart_is_refused_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([{"params": [saved.weight]}, {"params": [saved.bias]}])
+    torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
+    live = nn.Linear(2, 2)
+    state = {"model": live, "optimizer": torch.optim.Adam(live.parameters())}
+    refused = refusal_of(str(tmp_path / "a"), state)
+    assert "optimizer: left out of the source, because " in (refused or "")
+    assert refusal_of(str(tmp_path / "a"), state, strict=False) is None
+    assert "optimizer: left out of the source, because " in caplog.text
+    checkpoint.load(str(tmp_path / "a"), {"model": live})
