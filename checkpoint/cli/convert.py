@@ -241,6 +241,12 @@ def convert_command(
             }
         )
         return
+    if kept := chosen.kept_of_quantized():
+        echo(
+            f"not rounded: {len(kept)} tensors of quantized weights, such as {kept[0]}; "
+            "checkpoint.load(..., convert=True) dequantizes what is known",
+            err=True,
+        )
     for line in by_parts(done.left_out):
         echo(f"left out: {line}", err=True)
     if done.left_out and not trust and (names_of_code := _code_in(request.place)):

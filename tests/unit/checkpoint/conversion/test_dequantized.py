@@ -318,6 +318,9 @@ def test_rounding_leaves_scales_and_codes(name: str, tmp_path: Path) -> None:
     file = str(tmp_path / "out.safetensors")
     done = CliRunner().invoke(ckpt, ["convert", url, file, "--dtype", "bf16"])
     assert done.exit_code == 0, done.output
+    floats = [n for n, t in layer.items() if t.is_floating_point() and t.itemsize > 1]
+    kept = sum(layer[name].dtype != torch.bfloat16 for name in floats)
+    assert (f"not rounded: {kept} tensors" in done.output) == (kept > 0)
     written = load_file(file)
     assert written["norm.weight"].dtype == torch.bfloat16
     for tensor_name, tensor in layer.items():
