@@ -16,10 +16,10 @@ def log_action(action: actions.Action, view: View) -> None:
     match action:
         case actions.Open(generation):
             log.info(
-                "generation %d: %d ranks on %d nodes (%s)",
+                "generation %d: %s on %s (%s)",
                 generation.generation,
-                generation.world_size,
-                len(generation.members),
+                _counted(generation.world_size, "rank"),
+                _counted(len(generation.members), "node"),
                 generation.reason,
             )
         case actions.Close(closing):
@@ -44,3 +44,7 @@ def log_action(action: actions.Action, view: View) -> None:
 def _reports_steps(view: View) -> bool:
     """Whether the script has joined the job, and so has steps."""
     return any(joined.record.step for joined in view.nodes.values())
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"

@@ -157,4 +157,5 @@ async def _resume(job: JobAddress) -> str:
             raise UsageError(f"job {job.name!r} is not paused")
         await client.commit((), (Delete(keys.single("pause")),))
         step = view.snapshot.snapshot.step if view.snapshot is not None else 0
-        return f"job {job.name} goes on after step {step}, with {len(view.nodes)} nodes"
+        nodes = f"{len(view.nodes)} node{'s' if len(view.nodes) != 1 else ''}"
+        return f"job {job.name} goes on after step {step}, with {nodes}"
