@@ -125,6 +125,8 @@ def requested_by(state: StateMapping) -> Requested:
         MODEL if isinstance(value, nn.Module) else OPTIMIZER if _is_optimizer(value) else name
         for name, value in state.items()
     }
+    # Another tool's file may have more of an optimizer, as values under its name there.
+    names.update(name for name, value in state.items() if _is_optimizer(value))
     parameters: set[str] | None = None
     for model, optimizers in modules_of(state):
         if optimizers:

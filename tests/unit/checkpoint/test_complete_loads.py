@@ -486,3 +486,14 @@ def test_an_optimizer_whose_parameters_are_not_told_apart_is_refused_with_the_re
     assert refusal_of(str(tmp_path / "a"), state, strict=False) is None
     assert "optimizer: left out of the source, because " in caplog.text
     checkpoint.load(str(tmp_path / "a"), {"model": live})
+
+
+def test_what_another_tools_optimizer_has_beside_slots_and_groups_is_refused(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    kept = {**optimizer.state_dict(), "count": 5}
+    torch.save({"model": model.state_dict(), "optimizer": kept}, tmp_path / "a")
+    refused = refusal_of(str(tmp_path / "a"), {"model": model, "optimizer": optimizer})
+    assert "optimizer/count: a value in the source" in (refused or "")
