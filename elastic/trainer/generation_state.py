@@ -124,8 +124,9 @@ class GenerationState:
             Exception: what a call of torch.distributed or the user's `build` raises. To go on after
                 any of these, `end` this generation.
         """
-        # The same names as before: only new ones would move what other threads may be reading.
-        os.environ.update(assignment.environment())
+        if self._session.is_managed:
+            # The same names as before: only new ones would move what other threads may be reading.
+            os.environ.update(assignment.environment())
         telemetry.reopen(assignment)
         world = self._world = self._groups.enter(assignment, mesh)
         self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))

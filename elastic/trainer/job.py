@@ -131,6 +131,9 @@ class Job:
         if error is None:
             self._finish()
             self._state.close()
+        elif not self._session.is_managed and self.world.world_size == 1:
+            # A notebook may join again.
+            self._state.close()
 
     @property
     def world(self) -> World:
@@ -396,6 +399,8 @@ class Job:
 
     def _is_from_generation_end(self, error: Exception) -> bool:
         """Whether the end of the generation caused an error, and not the training code."""
+        if not self._session.is_managed:
+            return False
         generation = self.world.generation
         if is_peer_failure(error) or self._session.is_closing(generation):
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from typing import Literal, get_args
@@ -23,6 +24,9 @@ from keepstep.elastic.worker.device_environment import set_device_variables
 from keepstep.elastic.worker.messages import Joined
 from keepstep.elastic.worker.script_signals import leave_notices_to_agent
 from keepstep.elastic.worker.session import current
+from keepstep.elastic.worker.unmanaged_session import UnmanagedSession, unmanaged_session
+
+log = logging.getLogger("keepstep")
 
 _NO_CALLBACKS = Callbacks()
 
@@ -47,6 +51,10 @@ def join(
     callbacks: Callbacks = _NO_CALLBACKS,
 ) -> Job:
     """Join the job that this worker was started for; use the result as a context manager.
+
+    In a process that `keepstep run` has not started, such as `python train.py`, a notebook or a
+    rank of torchrun, the same loop runs without recovery, snapshots and stored checkpoints: on one
+    rank, or on those of torchrun.
 
     Args:
         build: creates the sharded model and its optimizer for a given world; called for every
@@ -96,7 +104,7 @@ def join(
             between steps.
 
     Raises:
-        UsageError: `keepstep run` did not start this process, or an argument is invalid.
+        UsageError: an argument is invalid.
         DeviceUnavailable: GPUs are to be used, and PyTorch cannot use them.
     """
     for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
@@ -116,7 +124,7 @@ def join(
         check_compression(checkpoint_compression)
     except ValueError as error:
         raise UsageError(f"checkpoint_{error}") from error
-    session = current()
+    session = current() or _unmanaged_session(checkpoint)
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
     rule = MeshRule(mesh)
     limits = rule.limits()
@@ -177,6 +185,21 @@ def _retention(
         return None
     behind = on_bad_step.roll_back if on_bad_step is not None else 0
     return Retention(last=last, every=every, behind=behind)
+
+
+def _unmanaged_session(checkpoint: str | None) -> UnmanagedSession:
+    """Return a session for a process that was started otherwise, and say so once."""
+    session = unmanaged_session()
+    if session.rank == 0:
+        stores = " What is stored is read, and no checkpoint is stored." if checkpoint else ""
+        log.warning(
+            "keepstep: `keepstep run` has not started this process: the job runs on %d rank%s "
+            "without recovery, snapshots and elasticity.%s",
+            session.world_size,
+            "" if session.world_size == 1 else "s, as torchrun has started them,",
+            stores,
+        )
+    return session
 
 
 def _is_interval(every: object) -> bool:

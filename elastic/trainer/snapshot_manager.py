@@ -130,15 +130,19 @@ class SnapshotManager:
         self._checkpoint = checkpoint
         self._start_from = start_from
         self.training = TrainingState(state, device, assignment.rank, data_share, is_stage=is_stage)
-        self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
-        self._snapshotter = Snapshotter(
-            self._client,
-            assignment.generation,
-            assignment.rank,
-            device,
-            may_seal,
-            lambda step: granted(step, assignment.rank),
-        )
+        self._client: SnapshotClient | None = None
+        self._snapshotter: Snapshotter | None = None
+        # Without a server, in a process that no agent has started, nothing is copied.
+        if assignment.server:
+            self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
+            self._snapshotter = Snapshotter(
+                self._client,
+                assignment.generation,
+                assignment.rank,
+                device,
+                may_seal,
+                lambda step: granted(step, assignment.rank),
+            )
         self._last_snapshot_step = -1
         self._is_intact = True
         # Torn: the state changed during the copy of the last snapshot on this rank. If it is torn
@@ -322,14 +326,15 @@ class SnapshotManager:
         if self.copies_synchronously:
             # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
-        live = self.training.capture(self._located(position))
-        self._snapshotter.start(
-            position.step,
-            live.tensors,
-            live.documents,
-            discard_uncommitted=self._discard_uncommitted,
-            agree=agree,
-        )
+        if self._snapshotter is not None:
+            live = self.training.capture(self._located(position))
+            self._snapshotter.start(
+                position.step,
+                live.tensors,
+                live.documents,
+                discard_uncommitted=self._discard_uncommitted,
+                agree=agree,
+            )
         self._last_snapshot_step, self._is_torn, self._discard_uncommitted = (
             position.step,
             False,
@@ -342,6 +347,8 @@ class SnapshotManager:
 
     def _wait(self) -> None:
         """Wait for the copy in progress."""
+        if self._snapshotter is None:
+            return
         try:
             self._snapshotter.wait()
         except StateChanged as changed:
@@ -387,14 +394,17 @@ class SnapshotManager:
         self.copies_synchronously = True
         with monitor.phase(monitor.Phase.CHECKPOINT):
             self._begin_copy(position, agree=_are_all)
-            self._snapshotter.wait()
+            if self._snapshotter is not None:
+                self._snapshotter.wait()
 
     def close(self) -> None:
         """Wait for a copy in progress, then release all resources."""
         for hook in self._hooks:
             hook.remove()
-        self._snapshotter.close()
-        self._client.close()
+        if self._snapshotter is not None:
+            self._snapshotter.close()
+        if self._client is not None:
+            self._client.close()
 
     def _restore_from_memory(self, resume: SnapshotCommit, seed: int) -> Resumed:
         holders = [Holder(self._server(member), tuple(member.ranks)) for member in resume.holders]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
     AbortOrdered,
@@ -59,7 +58,13 @@ _CUT_OFF = (
 
 
 class Session:
-    """The worker's end of the connection to its agent. `start` begins to receive."""
+    """The worker's end of the connection to its agent. `start` begins to receive.
+
+    Attributes:
+        is_managed: an agent has started this process, and replaces lost ones.
+    """
+
+    is_managed = True
 
     def __init__(
         self,
@@ -356,17 +361,8 @@ def open_session() -> Session:
     return _session
 
 
-def current() -> Session:
-    """Return this process's session.
-
-    Raises:
-        UsageError: the process was not started by an agent.
-    """
-    if _session is None:
-        raise UsageError(
-            "this process was not started by keepstep; start the script with "
-            "`keepstep run --nproc-per-node 1 SCRIPT` (it needs no cluster)"
-        )
+def current() -> Session | None:
+    """Return this process's session; None if no agent has started it."""
     return _session
 
 

@@ -264,6 +264,7 @@ class Cluster:
 class _Agent:
     """A process's session with its agent."""
 
+    is_managed = True
     committed_step = stored_step = -1
 
     def __init__(self, process: Process) -> None:

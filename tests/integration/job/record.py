@@ -26,7 +26,6 @@ from torch.optim import AdamW
 import keepstep
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.elastic.trainer.training_state import TrainingState
-from keepstep.elastic.worker.session import current
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
@@ -187,7 +186,7 @@ def await_disturbance(generation: int, steps: int) -> None:
     has three steps at least.
     """
     if steps >= last_step - 3 * (options["disturbed"] + 1 - generation):
-        while not current().is_closing(generation):
+        while not job._session.is_closing(generation):
             time.sleep(0.01)
 
 
@@ -264,7 +263,7 @@ with keepstep.join(
             time.sleep(0.05)
         if 1 < world.generation <= options["disturbed"]:
             # Without a commit the next snapshot is left out: the last ones before the hold may be.
-            current().wait_for_commit(job.steps - 1, world.generation)
+            job._session.wait_for_commit(job.steps - 1, world.generation)
         if world.generation <= options["disturbed"] and world.rank == 0:
             await_disturbance(world.generation, job.steps)
         if options.get("write_between_steps"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.job.jobs import set_module_path
 from tests.patient_cluster import PatientCluster
 
 ROOT = Path(__file__).parents[3]
@@ -59,3 +60,19 @@ def steps_in(metrics: Path) -> list[int]:
         return []
     lines = metrics.read_text().splitlines(keepends=True)
     return [json.loads(line)["step"] for line in lines if line.endswith("}\n")]
+
+
+def test_a_trackers_record_has_each_step_once(tmp_path: Path) -> None:
+    """Nothing is removed from it, and the process that writes it is killed twice."""
+    script = [str(Path(__file__).with_name("tracked.py")), str(tmp_path)]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        PatientCluster("job", script, nnodes="1", workers=2, log=tmp_path / "agents") as running,
+    ):
+        set_module_path(patch)
+        running.start("a")
+        assert running.wait("a", 120) == 0, running.output()
+    lines = (tmp_path / "run.csv").read_text().splitlines()
+    assert [int(line.partition(",")[0]) for line in lines] == list(range(1, 41))
+    assert (tmp_path / "died-9").exists()
+    assert (tmp_path / "died-21").exists()

@@ -45,6 +45,7 @@ from keepstep.elastic.worker.messages import Joined, Ready
 from keepstep.elastic.worker.session import current
 
 session = current()
+assert session is not None
 assignment = session.wait_for_assignment(0)
 session.report(
     Joined(

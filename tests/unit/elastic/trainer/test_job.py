@@ -96,6 +96,7 @@ class Agent:
             self.aborting_generation = generation
         return self.is_closing(generation)
 
+    is_managed = True
     committed_step = -1
     stored_step = -1
 
