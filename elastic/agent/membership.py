@@ -153,6 +153,9 @@ class Membership:
         self._mirrors_all = False
         self._reports = Reports()
         self._announcements = Announcements()
+        self._announces_later: asyncio.TimerHandle | None = None
+        self.answered_s = time.monotonic()
+        """When the coordinator was last asked for what it has answered, in monotonic seconds."""
         # When the leader decides again although nothing changes; None: never, or it is deciding.
         self._decides_at_s: float | None = None
         self.record = record
@@ -263,6 +266,8 @@ class Membership:
         finally:
             self._publisher.stop()
             self._probes.ask(())
+            if self._announces_later is not None:
+                self._announces_later.cancel()
         # Not raised above: Python 3.11.2 would put it into a group again.
         if error is not None:
             raise error from None
@@ -313,11 +318,24 @@ class Membership:
 
     def _announce(self, view: View) -> SnapshotId | None:
         """Announce what all members protect, if this node leads and that is new; return it."""
-        found = self._announcements.next(view, self._reports, time.time()) if self.leads else None
+        if not self.leads:
+            return None
+        wall_s = time.time()
+        found = self._announcements.next(view, self._reports, wall_s)
+        held_until_s = self._announcements.held_until_s
+        if held_until_s is not None and held_until_s > wall_s and self._announces_later is None:
+            # Whatever the coordinator is asked for meanwhile may take longer.
+            self._announces_later = asyncio.get_running_loop().call_later(
+                held_until_s - wall_s, self._announce_what_was_held
+            )
         if found is None:
             return None
         self._on_announce(found)
         return found.snapshot
+
+    def _announce_what_was_held(self) -> None:
+        self._announces_later = None
+        self._announce(self._reported_view())
 
     async def revoke(self, peer: Peer) -> None:
         """Declare another node gone, because its agent's process is certainly dead."""
@@ -441,6 +459,8 @@ class Membership:
                 continue
             self._set_outage("")
             self._lease = self._lease.renewed(ttl_s, asked_s)
+            self.answered_s = asked_s
+            self._announcements.note_answer(time.time() - (time.monotonic() - asked_s))
 
     def _set_outage(self, outage: str) -> None:
         if bool(outage) != bool(self.outage):

@@ -7,6 +7,7 @@ stored; the leader, what the server has protected or stored, or has failed to.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ from keepstep.elastic.agent.snapshot_process import (
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.actions import Publish
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, is_over, next_part
-from keepstep.elastic.rendezvous.commits import next_commit
+from keepstep.elastic.rendezvous.commits import HOLD_S, next_commit
 from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeReport, RestoreComparison
 from keepstep.elastic.worker.messages import SnapshotCommitted
 
@@ -54,6 +55,8 @@ class NodeSnapshots:
         self.supervisor = ServerSupervisor(node.config, self._on_event, on_change)
         self._committed: SnapshotId | None = None
         self._announced: CommitAnnouncement | None = None
+        self._unconfirmed_since_s = 0.0
+        """When the first came that the view has not confirmed since, in monotonic seconds."""
         self._part_attempt: PartAttempt | None = None
 
     @property
@@ -85,6 +88,21 @@ class NodeSnapshots:
         """Announce a new server, to which nothing has been passed on yet."""
         self._committed, self._part_attempt = None, None
         self._node.membership.update(server=self.server.address)
+
+    @property
+    def due_s(self) -> float | None:
+        """When an announcement counts that the view does not confirm, in monotonic seconds."""
+        announced, known = self._announced, self._committed
+        if announced is None or announced.after <= self._node.membership.view.revision:
+            return None
+        is_told = known is not None and announced.snapshot <= known
+        due_s = self._waits_since_s + HOLD_S
+        return None if is_told or due_s <= time.monotonic() else due_s
+
+    @property
+    def _waits_since_s(self) -> float:
+        """Since when the view is waited for to confirm announcements, in monotonic seconds."""
+        return min(self._unconfirmed_since_s, self._node.membership.answered_s)
 
     @property
     def _told(self) -> SnapshotId | None:
@@ -119,7 +137,12 @@ class NodeSnapshots:
             ended, self._part_attempt = self._part_attempt, None
             await self.server.end_persist(ended)
         newer = next_commit(
-            view, self._node.entered, self._committed, self._announced, self._node.ended
+            view,
+            self._node.entered,
+            self._committed,
+            self._announced,
+            self._node.ended,
+            time.monotonic() - self._waits_since_s,
         )
         if newer is not None:
             await self.commit(newer)
@@ -160,6 +183,8 @@ class NodeSnapshots:
         """Note what a leader has found committed."""
         known = self._announced
         if known is None or announcement.snapshot > known.snapshot:
+            if known is None or known.after <= self._node.membership.view.revision:
+                self._unconfirmed_since_s = time.monotonic()
             self._announced = announcement
             self._on_change()
 

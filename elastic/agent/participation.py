@@ -326,6 +326,7 @@ class Participation:
             self._node.worker_group.drain_until_s,
             self._node.worker_group.entry_until_s,
             self._updates.due_s,
+            self._snapshots.due_s,
             self._standstill.due_s,
             self._departure_deadline_s,
         ]

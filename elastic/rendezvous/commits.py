@@ -9,12 +9,13 @@ Invariants:
 - A node believes no announcement of a generation in which it is fenced or has drained, so that what
   its record says then stays true.
 - A node frees nothing that it is asked to store before it has begun to: an announcement counts once
-  the node sees the request that stood when it was made. The exception is a request whose writer got
-  no answer for seconds.
+  the node sees the request that stood when it was made. The exception is a coordinator that has not
+  answered the writer of the request, or has not shown it to the node, for seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,8 +35,11 @@ from keepstep.elastic.rendezvous.view import View
 _CLOCK_TOLERANCE_S = 0.1
 """Two clocks that are read one after the other differ from one time to the next."""
 
-_HOLD_S = 2.0
-"""How long a commit waits for a request to store, at most."""
+HOLD_S = 2.0
+"""How long a commit waits for a request to store, at most: to be announced, and to be believed.
+
+Less than what is left of a lease that was not renewed the last time.
+"""
 
 COMMIT_INTERVAL_S = 5.0
 """How often the coordinator is told of a commit that nobody needs there, at most."""
@@ -50,6 +54,8 @@ class Announcements:
         """The action that the view does not show yet, if a request to store may follow from it."""
         self._held_since_s: float | None = None
         """Since when a commit is held back for a request to store, in wall-clock seconds."""
+        self._answered_s = math.inf
+        """When the coordinator was last asked for what it has answered; infinity: not known."""
 
     def next(self, view: View, reports: Reports, wall_s: float) -> CommitAnnouncement | None:
         """Return what the leader announces now; None if there is nothing new.
@@ -58,9 +64,9 @@ class Announcements:
         has to see them.
 
         A commit frees what is to be stored, so it is held back until that is asked for; but not
-        for longer than a coordinator takes that answers. In an outage nodes would else protect
-        nothing newer, and all leases may end with it. A request that comes too late fails, and is
-        made again for a newer snapshot.
+        for longer than a coordinator takes that answers, nor while it has answered nothing for as
+        long. In an outage nodes would else protect nothing newer, and all leases may end with it. A
+        request that comes too late fails, and is made again for a newer snapshot.
 
         Args:
             view: the leader's view, with the reports folded in.
@@ -77,6 +83,20 @@ class Announcements:
         self._last = CommitAnnouncement(newest, view.revisions.get("persist", 0))
         return self._last
 
+    @property
+    def held_until_s(self) -> float | None:
+        """When what is held back is to be announced, in wall-clock seconds; None if nothing is.
+
+        No report need come before: ranks wait for the announcement.
+        """
+        if self._held_since_s is None:
+            return None
+        return min(self._held_since_s, self._answered_s) + HOLD_S
+
+    def note_answer(self, asked_s: float) -> None:
+        """Note that the coordinator has answered what it was asked then, in wall-clock seconds."""
+        self._answered_s = asked_s
+
     def note_sent(self, action: Action) -> None:
         """Note that an action is sent: it may be applied later than its writer learns."""
         if isinstance(action, Persist | Commit):
@@ -90,10 +110,9 @@ class Announcements:
         if view.persist is not None or not self._may_be_asked_for(view, generation, wall_s):
             self._held_since_s = None
             return False
-        since_s = self._held_since_s
-        if since_s is None or wall_s < since_s:
-            self._held_since_s = since_s = wall_s
-        return wall_s < since_s + _HOLD_S
+        if self._held_since_s is None or wall_s < self._held_since_s:
+            self._held_since_s = wall_s
+        return self.held_until_s is not None and wall_s < self.held_until_s
 
     def _may_be_asked_for(self, view: View, generation: Generation, wall_s: float) -> bool:
         """Whether a request to store what the next announcement frees is due, or on its way."""
@@ -137,6 +156,7 @@ def next_commit(
     known: SnapshotId | None,
     announced: CommitAnnouncement | None = None,
     ended: int = 0,
+    waited_s: float = 0.0,
 ) -> SnapshotId | None:
     """Return the committed snapshot of which a node's server and workers are to be informed.
 
@@ -149,6 +169,9 @@ def next_commit(
         known: the snapshot of which they were informed last.
         announced: the newest announcement that has come.
         ended: the newest generation in which the node is fenced or has drained.
+        waited_s: for how long announcements have come that the view does not confirm, or the
+            coordinator has answered nothing, if that is longer. It is not waited for longer than a
+            coordinator takes that answers: all ranks wait for this node.
     """
     if entered != view.generation_number:
         return None
@@ -156,7 +179,7 @@ def next_commit(
     if (
         announced is not None
         and announced.snapshot.generation == entered > ended
-        and announced.after <= view.revision
+        and (announced.after <= view.revision or waited_s >= HOLD_S)
     ):
         committed.append(announced.snapshot)
     newest = max(committed, default=None)

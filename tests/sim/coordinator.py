@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -95,6 +95,8 @@ class Coordinator:
         self._followed: dict[int, View] = {}
         self._read_at = 0
         self.away_until_s = 0.0
+        self.mute_until_s = 0.0
+        """Until then it does what it is asked to, and no answer arrives."""
         self.is_reliable = False
         self.losses = 0
         """How often all keys were lost: what nodes saw before is newer than what is there now."""
@@ -167,6 +169,11 @@ class Coordinator:
         complete(self._store.commit((), (Delete(KEYS.prefix, prefix=True),)))
         self._fold()
 
+    @property
+    def is_mute(self) -> bool:
+        """Whether its answers are lost."""
+        return self._now_s < self.mute_until_s
+
     def send(self, transaction: Transaction, sender: Sender) -> Committed:
         """Apply a transaction, or leave its sender in doubt.
 
@@ -174,6 +181,10 @@ class Coordinator:
             UnknownOutcome: the reply is lost, or the transaction is late or lost.
             LeaseLost: an operation's lease has ended.
         """
+        if self.is_mute:
+            with suppress(LeaseLost):
+                self._apply(transaction, sender)
+            raise UnknownOutcome
         chance = 0.0 if self.is_reliable else self._rng.random()
         if chance < 0.88:
             return self._apply(transaction, sender)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ class Node:
         self.removal: Transaction | None = None
         self.is_leaving_now = False
         self.renewal: tuple[float, float, float] | None = None
-        self.renewed_s = self.simulation.now_s
+        self.renewed_s = self.answered_s = self.simulation.now_s
         self.unknown_record: tuple[Transaction, NodeRecord] | None = None
         self.unknown_restart: Transaction | None = None
         self.reports = Reports()
@@ -144,6 +145,7 @@ class Node:
         self.has_lost_server = False
         self.committed: SnapshotId | None = None
         self.announced: CommitAnnouncement | None = None
+        self.unconfirmed_since_s = 0.0
         self.attempt: PartAttempt | None = None
         self.part_writes: list[PartWrite] = []
 
@@ -187,18 +189,24 @@ class Node:
         if now_s < self.stalled_until_s:
             return
         is_connected = now_s >= self.cut_off_until_s
+        is_answered = is_connected and not self.simulation.coordinator.is_mute
         try:
             if not self.is_member:
-                if is_connected:
+                if is_answered:
                     self._join()
                 return
             assert self.lease is not None
-            if is_connected:
+            if is_answered:
                 self._renew(now_s)
                 self._receive()
+            elif is_connected:
+                self._renew_unanswered(now_s)
             if self._reconcile():
-                self._leave(is_connected)
+                self._leave(is_answered)
                 return
+            held_until_s = self.announcements.held_until_s
+            if self._leads and held_until_s is not None and now_s >= held_until_s:
+                self._announce()
             if is_connected:
                 self._write_record()
                 self._lead()
@@ -286,7 +294,7 @@ class Node:
         self.record = self.written = record
         self.lease, self.created, self.modified = lease, joined.created, joined.created
         self.revision = view.revision
-        self.renewed_s = now_s
+        self.renewed_s = self.answered_s = now_s
         if view.secret != self.secret:
             self.simulation.servers.pop(self.server, None)
             self.secret = view.secret
@@ -307,12 +315,22 @@ class Node:
         if self.renewal is None or now_s < self.renewal[2]:
             return
         asked_s, ttl_s, _ = self.renewal
+        self.announcements.note_answer(asked_s)
+        self.answered_s = asked_s
         self.lease, self.renewal, self.renewed_s = self.lease.renewed(ttl_s, asked_s), None, now_s
         end_s = coordinator.lease_end_s(self.lease.id)
         must(
             end_s is None or self.lease.until_s <= end_s,
             "a node's lease ends no later than the coordinator's",
         )
+
+    def _renew_unanswered(self, now_s: float) -> None:
+        """Ask for renewals that the coordinator performs, or refuses, without being heard."""
+        assert self.lease is not None
+        if now_s >= self.renewed_s + TTL_S / RENEWALS:
+            self.renewed_s = now_s
+            with suppress(LeaseLost):
+                self.simulation.coordinator.renew(self.lease.id)
 
     def _receive(self) -> None:
         """Let the mirror catch up, wholly or in part."""
@@ -436,6 +454,8 @@ class Node:
         found = self.announcements.next(view, self.reports, self.simulation.now_s)
         if found is None:
             return None
+        if self.announcements.held_until_s is not None:
+            self.simulation.note_unasked(found.snapshot)
         self.receive_announcement(found)
         self.simulation.announce(found, self)
         return found.snapshot
@@ -443,6 +463,8 @@ class Node:
     def receive_announcement(self, announcement: CommitAnnouncement) -> None:
         """Keep the newest announcement, as `Participation._receive_announcement`."""
         if self.announced is None or announcement.snapshot > self.announced.snapshot:
+            if self.announced is None or self.announced.after <= self.view.revision:
+                self.unconfirmed_since_s = self.simulation.now_s
             self.announced = announcement
 
     @property
@@ -506,6 +528,7 @@ class Node:
         self.is_settled = False
         if isinstance(action, actions.Open):
             self.simulation.check_told(view, action.generation)
+            self.simulation.check_held(view, action.generation)
         for part in parts:
             try:
                 done = self.simulation.coordinator.send(part, self.sender)
@@ -602,10 +625,17 @@ class Node:
     def _follow_commits(self, view: View) -> None:
         self._begin_part(view)
         newer = commits.next_commit(
-            view, self.worker_generation, self.committed, self.announced, self.ended_generation
+            view,
+            self.worker_generation,
+            self.committed,
+            self.announced,
+            self.ended_generation,
+            self.simulation.now_s - min(self.unconfirmed_since_s, self.answered_s),
         )
         if newer is not None:
             self.simulation.check_commit(newer)
+            if self.announced is not None and self.announced.after > view.revision:
+                self.simulation.note_unasked(newer)
             self._commit(newer)
             self._withdraw_freed()
 

@@ -39,7 +39,7 @@ from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Delete, Modified, Put
 from tests.sim.coordinator import KEYS, Coordinator, Sender, small_requests
-from tests.sim.node import Node
+from tests.sim.node import RANKS, Node
 from tests.sim.rules import must
 from tests.sim.storage import Storage
 
@@ -57,17 +57,28 @@ MAX_NODES = 6
 DISTURBED_TICKS = 80
 CALM_TICKS = 400
 MORE_STEPS = 2
+OUTAGES = ("stops", "dies", "is mute")
+"""Of the whole coordinator: if it stops, all leases end when it returns; if it dies, none does."""
 
 
 class Simulation:
     """One job. `run` plays it from the first join to its end."""
 
     def __init__(
-        self, seed: int, policy: RendezvousPolicy | None = None, *, is_operated: bool = False
+        self,
+        seed: int,
+        policy: RendezvousPolicy | None = None,
+        *,
+        is_operated: bool = False,
+        has_outages: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self._operator = random.Random(f"operator {seed}") if is_operated else None
         """Draws when a person pauses, resumes or scales the job; not among the disasters."""
+        self._outages = random.Random(f"outages {seed}") if has_outages else None
+        """Draws when the whole coordinator is away for long; not among the other disasters."""
+        self.outages = Counter[str]()
+        """How often each kind has been drawn."""
         self.policy = policy or POLICIES[seed % len(POLICIES)]
         self.checkpoint_every = self.rng.choice([1, 2, 4])
         self.awaits_abort_order = seed % 7 == 6
@@ -94,6 +105,8 @@ class Simulation:
         """Those that are on their way, and when each arrives."""
         self._told_at_order: SnapshotId | None = None
         self._servers_at_order: set[str] = set()
+        self.announced_unasked = 0
+        """The newest step that counted as committed although an older one was to be stored."""
         self.left_overdue: set[str] = set()
         """Nodes that have left because their time to leave was up."""
         self._losses = 0
@@ -133,6 +146,8 @@ class Simulation:
             self._disturb()
         if self._operator is not None and self._operator.random() < disturbance / 2:
             self._operate(self._operator)
+        if self._outages is not None and self._outages.random() < disturbance / 4:
+            self._begin_outage(self._outages)
         if disturbance and self._hangs_again and self.rng.random() < 0.5:
             generation = self.view.generation
             if generation is not None and generation.generation > self._hung_generation:
@@ -214,6 +229,10 @@ class Simulation:
             generation.generation, newest.step if newest is not None else 0
         )
 
+    def note_unasked(self, snapshot: SnapshotId) -> None:
+        """Note a commit that may free what is to be stored before a node is asked to store it."""
+        self.announced_unasked = max(self.announced_unasked, snapshot.step)
+
     # Disasters
 
     def _disturb(self) -> None:
@@ -264,6 +283,22 @@ class Simulation:
             node.cut_off_until_s = max(node.cut_off_until_s, until_s)
         if dies:
             self.coordinator.go_away(until_s)
+
+    def lose_answers(self, for_s: float) -> None:
+        """Let the coordinator's answers to all nodes be lost; it performs what they ask for."""
+        self.coordinator.mute_until_s = self.now_s + for_s
+
+    def _begin_outage(self, rng: random.Random) -> None:
+        """Let no node hear from the coordinator for a while, unless it is away already."""
+        for_s = rng.choice([2.0, 5.0, 10.0, 30.0]) * rng.uniform(0.5, 1.5)
+        kind = rng.choice(OUTAGES)
+        if self.now_s < max(self.coordinator.away_until_s, self.coordinator.mute_until_s):
+            return
+        self.outages[kind] += 1
+        if kind == "is mute":
+            self.lose_answers(for_s)
+        else:
+            self.cut_off_coordinator(for_s, dies=kind == "dies")
 
     def _isolate(self, node: Node) -> None:
         """Stall a node or cut it off; somebody may start another under its name meanwhile."""
@@ -340,6 +375,7 @@ class Simulation:
     def _calm_down(self) -> None:
         self.is_calm = self.coordinator.is_reliable = True
         self.storage_is_away = False
+        self.coordinator.mute_until_s = 0.0
         if self.coordinator.away_until_s:
             self.coordinator.go_away(self.now_s)
             self.coordinator.advance(self.now_s)
@@ -458,11 +494,13 @@ class Simulation:
                 self._servers_at_order = {joined.record.server for joined in before.nodes.values()}
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
+            allowed = ["the storage is away", "was gone", "had not taken"]
+            if after.store_failure.step <= self.announced_unasked:
+                allowed.append("is not held here")
             must(
-                any(
-                    text in reason for text in ("the storage is away", "was gone", "had not taken")
-                ),
-                f"a checkpoint fails only if storage fails or a holder is lost, not: {reason}",
+                any(text in reason for text in allowed),
+                "a checkpoint fails only if storage fails, a holder is lost, or the request to "
+                f"store it was under way for too long, not: {reason}",
             )
         if after.checkpoint is not None and after.checkpoint != before.checkpoint:
             snapshot = SnapshotId(after.checkpoint.generation, after.checkpoint.step)
@@ -489,6 +527,7 @@ class Simulation:
         """The next job under this name begins anew, with storage of its own."""
         self.opened.clear()
         self.aborted.clear()
+        self.announced_unasked = 0
         self._restored.clear()
         self.storage = Storage()
 
@@ -560,6 +599,66 @@ class Simulation:
             max(lost.values(), default=0) > old.parity or resumed >= told.step,
             f"{told}, which members took for committed, is not given up",
         )
+
+    def check_held(self, view: View, generation: Generation) -> None:
+        """No step is computed again that the present members of the last generation hold whole.
+
+        Whatever the coordinator was told of it. Args as for `check_told`.
+        """
+        old, order = view.generation, view.abort_order
+        if old is None:
+            return
+        held = self.newest_held(old, view)
+        if order is not None and not order.all_fenced and held is not None:
+            # What a lost member has sealed after the order may be what an abort left behind.
+            held = old.resume.snapshot if held.generation < old.generation and old.resume else None
+        resumed = generation.resume.snapshot.step if generation.resume is not None else -1
+        must(
+            held is None or resumed >= held.step,
+            f"{held}, which the members hold whole, is not computed again",
+        )
+
+    def newest_held(self, generation: Generation, view: View) -> SnapshotId | None:
+        """Return the newest snapshot of which a generation's members hold every shard, if any.
+
+        Members that are present in a view count. One that is not is made up for by parity, where
+        all others of its group say in their records that they have it.
+        """
+        nodes = [self._present(member, view) for member in generation.members]
+        sealed = {
+            snapshot
+            for node in nodes
+            if node is not None
+            for snapshot in node.memory.sealed(RANKS)
+            if snapshot.generation == generation.generation
+        }
+        candidates = [SnapshotCommit(s, generation.members, generation.parity) for s in sealed]
+        resume = generation.resume
+        if resume is not None and not resume.stored and not resume.shard_rebuilds:
+            candidates.append(resume)
+        whole = [commit.snapshot for commit in candidates if self._is_whole(commit, view)]
+        return max(whole, key=lambda snapshot: (snapshot.step, snapshot.generation), default=None)
+
+    def _is_whole(self, commit: SnapshotCommit, view: View) -> bool:
+        snapshot = commit.snapshot
+        holders = {member: self._present(member, view) for member in commit.holders}
+        holding = {
+            member
+            for member, node in holders.items()
+            if node is not None and node.memory.is_intact(snapshot, member.ranks)
+        }
+        lost = Counter(member.group for member in holders if member not in holding)
+        return max(lost.values(), default=0) <= commit.parity and all(
+            snapshot in view.nodes[member.node].record.protected
+            for member in holding
+            if member.group in lost
+        )
+
+    def _present(self, member: Member, view: View) -> Node | None:
+        """Return the node of a member that is present in a view, with the server that it had."""
+        joined = view.nodes.get(member.node)
+        is_here = joined is not None and joined.record.server == member.server
+        return self.servers.get(member.server) if is_here else None
 
     def _newest_told(self, view: View) -> SnapshotId | None:
         """Return the newest snapshot of the generation that present members know as committed."""

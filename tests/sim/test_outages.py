@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from tests.sim.node import TTL_S
 from tests.sim.simulation import POLICIES, Simulation
 
 
@@ -27,6 +30,82 @@ def test_job_goes_on_in_its_generation_after_the_coordinator_was_away(seed: int)
     )
     assert simulation.now_s > 8.0
     assert simulation.view.generation_number == generation
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["stops", "dies", "is mute"])
+def test_no_step_is_computed_again_after_an_outage_however_long_it_was(
+    seed: int, kind: str
+) -> None:
+    """Commits go on meanwhile; then the newest snapshot that all hold counts, told of or not."""
+    simulation = running_job(seed)
+    for _ in range(seed):
+        # It begins wherever the leader is between committing, asking to store, and storing.
+        simulation.tick(disturbance=0.0)
+    generation, known = simulation.view.generation, simulation.view.snapshot
+    assert generation is not None
+    assert known is not None
+    until_s = simulation.now_s + 30.0
+    if kind == "is mute":
+        simulation.lose_answers(30.0)
+    else:
+        simulation.cut_off_coordinator(30.0, dies=kind == "dies")
+    reached = [known.snapshot.step]
+    while simulation.now_s < until_s - 1.0:
+        simulation.tick(disturbance=0.0)
+        reached.append(min(node._step() for node in simulation.nodes))
+    stretch = len(reached) // 3
+    assert reached[stretch] < reached[2 * stretch] < reached[-1]
+    simulation._run_until(lambda: simulation.now_s > until_s + 15.0, "time passes")
+    resumed = [
+        opened.resume.snapshot.step if opened.resume is not None else -1
+        for opened in simulation.history[-1:]
+        if opened.generation > generation.generation
+    ]
+    # A rank may have begun the step after the one that all hold.
+    assert all(step >= reached[-1] - 1 for step in resumed)
+    assert len(simulation.nodes) == simulation.policy.max_nodes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_is_held_back_for_a_request_to_store_when_leases_may_end(seed: int) -> None:
+    """Steps after it would be computed again; leases are renewed every quarter of their time."""
+    simulation = running_job(seed)
+    for _ in range(seed):
+        simulation.tick(disturbance=0.0)
+    begun_s = simulation.now_s
+    simulation.cut_off_coordinator(6.0, dies=False)
+    while simulation.now_s < begun_s + 5.0:
+        simulation.tick(disturbance=0.0)
+        for node in simulation.nodes:
+            held_until_s = node.announcements.held_until_s
+            if simulation.now_s > begun_s + 3 / 4 * TTL_S and held_until_s is not None:
+                assert held_until_s < simulation.now_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_commits_go_on_where_one_node_is_cut_off_before_the_others(seed: int) -> None:
+    """It has not seen what the leader has just asked it to store."""
+    simulation = running_job(seed)
+    first = next(node for node in simulation.nodes if not node._leads)
+    while simulation.view.persist is None:
+        first.cut_off_until_s = 0.0
+        simulation.tick(disturbance=0.0)
+        if simulation.view.persist is None:
+            first.cut_off_until_s = math.inf
+            simulation.tick(disturbance=0.0)
+        elif first.view.persist is None:
+            break
+        else:
+            simulation._run_until(lambda: simulation.view.persist is None, "it is stored")
+    first.cut_off_until_s = math.inf
+    simulation.tick(disturbance=0.0)
+    simulation.cut_off_coordinator(30.0, dies=False)
+    reached = []
+    for _ in range(40):
+        simulation.tick(disturbance=0.0)
+        reached.append(min(node._step() for node in simulation.nodes))
+    assert reached[12] < reached[-1]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 
 from tests.sim.mutants import MUTANTS, catch, run_seed, seeds_for
-from tests.sim.simulation import Simulation
+from tests.sim.simulation import OUTAGES, Simulation
 
 SEEDS = int(os.environ.get("KEEPSTEP_SEEDS", "800"))
 CHUNKS = 10
@@ -44,6 +44,20 @@ def test_job_that_is_paused_resumed_and_scaled_meanwhile_keeps_them_too() -> Non
         reached.update(generation.reason.partition(" ")[0] for generation in simulation.history)
     assert reached["paused:"] > 0
     assert reached["scaled"] > 0
+
+
+@pytest.mark.timeout(max(300, SEEDS // 5))
+def test_job_whose_coordinator_is_away_for_long_meanwhile_keeps_them_too() -> None:
+    reached = Counter[str]()
+    for seed in range(SEEDS // 8):
+        simulation = Simulation(seed, has_outages=True)
+        try:
+            simulation.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        reached.update(simulation.outages)
+    assert min(reached[kind] for kind in OUTAGES) > 0
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -144,6 +144,18 @@ def test_in_an_outage_of_the_coordinator_commits_are_held_back_for_two_seconds_a
     )
 
 
+def test_nothing_is_held_back_by_a_coordinator_that_has_answered_nothing_for_two_seconds() -> None:
+    """Leases may end soon; the next step of that a timer has to make, as no report comes."""
+    announcements, due = Announcements(), due_view()
+    announcements.note_answer(NOW_S - 1.5)
+    assert announcements.next(due, reports_of(8), NOW_S) is None
+    assert announcements.held_until_s == NOW_S + 0.5
+    assert announcements.next(due, reports_of(8), NOW_S + 0.5) is not None
+    announcements.note_answer(NOW_S + 9)
+    assert announcements.next(IDLE, reports_of(9), NOW_S + 9) is not None
+    assert announcements.held_until_s is None
+
+
 def decides(
     view: View = IDLE, step: int = 8, wall_s: float = NOW_S - 8, in_s: float | None = 2.9
 ) -> bool:
@@ -191,6 +203,13 @@ def test_announcement_counts_once_the_request_that_stood_then_is_seen() -> None:
     announced = CommitAnnouncement(NEWEST.snapshot, after=41)
     assert next_commit(VIEW, 2, NEWER.snapshot, announced) is None
     assert next_commit(replace(VIEW, revision=41), 2, NEWER.snapshot, announced) == NEWEST.snapshot
+
+
+def test_announcement_counts_if_the_request_is_not_seen_for_two_seconds() -> None:
+    """All ranks wait for this node: in an outage nothing newer would be protected by any."""
+    announced = CommitAnnouncement(NEWEST.snapshot, after=41)
+    assert next_commit(VIEW, 2, NEWER.snapshot, announced, waited_s=1.9) is None
+    assert next_commit(VIEW, 2, NEWER.snapshot, announced, waited_s=2.0) == NEWEST.snapshot
 
 
 def test_node_does_not_go_back_to_what_the_coordinator_knows() -> None:
