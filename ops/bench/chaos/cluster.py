@@ -38,7 +38,6 @@ JOB = "chaos"
 PACE_S = 0.1
 ENDLESS = 10**6
 _CLIENT_PORT, _PEER_PORT, _MONITOR_PORT = 2379, 2380, 8433
-_OWN_PLACE = NODES + MEMBERS
 
 
 class Places:
@@ -83,6 +82,7 @@ class ChaosCluster(LocalCluster):
         plan: the job.
         abilities: what the machine permits.
         lease_ttl_s: as for `keepstep run --lease-ttl`.
+        members: how many members the coordinator has.
     """
 
     def __init__(
@@ -91,9 +91,12 @@ class ChaosCluster(LocalCluster):
         plan: JobPlan,
         abilities: Collection[Ability],
         lease_ttl_s: float,
+        members: int = MEMBERS,
     ) -> None:
         self.directory, self.plan, self._abilities = directory, plan, abilities
         self._lease_ttl_s = lease_ttl_s
+        self._members = members
+        self.own_place = NODES + members
         self.records = directory / "records"
         self.runtime = directory / "runtime"
         self.mark = uuid.uuid4().hex
@@ -115,10 +118,10 @@ class ChaosCluster(LocalCluster):
             self.runtime.chmod(0o700)
             network = None
             if Ability.NETWORK in self._abilities:
-                network = stack.enter_context(Network(NODES + MEMBERS + 1))
+                network = stack.enter_context(Network(self.own_place + 1))
                 own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
                 stack.callback(_return_to, own)
-                enter(network.namespaces[_OWN_PLACE])
+                enter(network.namespaces[self.own_place])
             self.places = Places(network)
             stack.callback(self.places.close)
             self.storage = self._start_storage()
@@ -130,9 +133,9 @@ class ChaosCluster(LocalCluster):
                         self.places.endpoint(NODES + member, _CLIENT_PORT),
                         self.places.endpoint(NODES + member, _PEER_PORT),
                     )
-                    for member in range(MEMBERS)
+                    for member in range(self._members)
                 ],
-                [self.places.prefix(NODES + member) for member in range(MEMBERS)],
+                [self.places.prefix(NODES + member) for member in range(self._members)],
                 self.environment(),
             )
             stack.callback(self.coordinator.close)
@@ -186,12 +189,16 @@ class ChaosCluster(LocalCluster):
 
     def command(self, node: str, *options: str) -> list[str]:
         """Return the command line of a node's agent."""
+        return [*super().command(node, *options), *self.script()]
+
+    def script(self) -> list[str]:
+        """Return the training script and its arguments."""
         script_options = {
             "log": str(self.records), "steps": self.steps, "pace_s": PACE_S,
             "checkpoint": self.storage.url, "every": self.plan.checkpoint_every,
             "dropout": self.plan.dropout,
         }  # fmt: skip
-        return [*super().command(node, *options), str(WORKER), json.dumps(script_options)]
+        return [str(WORKER), json.dumps(script_options)]
 
     def start_monitor(self, node: str) -> None:
         """Start a node's monitor daemon. The first node's is the root of the tree."""
@@ -275,7 +282,7 @@ class ChaosCluster(LocalCluster):
 
     def _start_storage(self) -> Files | Objects:
         if self.plan.has_objects:
-            return Objects(self.places.host(_OWN_PLACE))
+            return Objects(self.places.host(self.own_place))
         has_file_system = Ability.FILE_SYSTEM in self._abilities
         image = self.directory / "disk.img" if has_file_system else None
         return Files(self.directory / "disk", image)

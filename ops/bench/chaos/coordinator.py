@@ -1,4 +1,4 @@
-"""An etcd of three members, each with an address of its own, that faults stop, kill and cut off."""
+"""An etcd of some members, each with an address of its own, that faults stop, kill and cut off."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from keepstep.elastic.store.embedded import binary
 
 MEMBERS = 3
+"""How many members a campaign's etcd has."""
 
 
 class Coordinator:
@@ -31,6 +32,7 @@ class Coordinator:
         prefixes: Sequence[Sequence[str]],
         environment: dict[str, str],
     ) -> None:
+        self.members = range(len(addresses))
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._clients = [client for client, _ in addresses]
@@ -66,7 +68,7 @@ class Coordinator:
 
     def start_missing(self) -> None:
         """Start the members that have no process."""
-        for member in range(MEMBERS):
+        for member in self.members:
             if member not in self._processes:
                 self.start(member)
 
@@ -80,8 +82,8 @@ class Coordinator:
 
     def lose(self) -> None:
         """Kill all members and delete their data."""
-        self.kill(*range(MEMBERS))
-        for member in range(MEMBERS):
+        self.kill(*self.members)
+        for member in self.members:
             shutil.rmtree(self._directory / str(member))
 
     def stop(self, *members: int) -> None:

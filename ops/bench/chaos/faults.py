@@ -19,7 +19,6 @@ import psutil
 
 from keepstep.checkpoint.stored.steps import list_steps
 from ops.bench.chaos.cluster import NAMES, ChaosCluster
-from ops.bench.chaos.coordinator import MEMBERS
 from ops.bench.chaos.progress import Patience, Watcher
 from ops.bench.chaos.schedule import NODES, Fault
 from ops.bench.chaos.storage import Files, Objects, RequestFault, damage
@@ -121,27 +120,45 @@ class Harm:
         return Injected(end=lambda: self.cluster.coordinator.resume(fault.node))
 
     def _coordinator_away(self, _: Fault) -> Injected:
-        self.cluster.coordinator.kill(*range(MEMBERS))
-        return Injected(end=self.cluster.coordinator.start_missing)
+        coordinator = self.cluster.coordinator
+        coordinator.kill(*coordinator.members)
+        return Injected(end=coordinator.start_missing)
 
     def _coordinator_stop(self, _: Fault) -> Injected:
-        self.cluster.coordinator.stop(*range(MEMBERS))
-        return Injected(end=lambda: self.cluster.coordinator.resume(*range(MEMBERS)))
+        coordinator = self.cluster.coordinator
+        coordinator.stop(*coordinator.members)
+        return Injected(end=lambda: coordinator.resume(*coordinator.members))
+
+    def _coordinator_lost(self, _: Fault) -> Injected:
+        """Kill all members and delete their data: the next ones know nothing of the job."""
+        self.cluster.coordinator.lose()
+
+        def end() -> None:
+            self.cluster.coordinator.start_missing()
+            self.watcher.begin_anew()
+
+        return Injected(end=end)
 
     # The network: places of nodes come first, then those of etcd's members.
 
     def _member_cut(self, fault: Fault) -> Injected:
-        member = NODES + fault.node
-        others = [place for place in range(NODES + MEMBERS + 1) if place != member]
-        return self._linked([(member, place) for place in others], both=True, cut=True)
+        return self._linked(self._all_of(NODES + fault.node), both=True, cut=True)
 
     def _coordinator_cut(self, fault: Fault) -> Injected:
-        members = range(NODES, NODES + MEMBERS)
-        return self._linked([(fault.node, member) for member in members], both=True, cut=True)
+        return self._linked(self._to_members(fault.node), both=True, cut=True)
+
+    def _coordinator_unreachable(self, _: Fault) -> Injected:
+        return self._linked(self._to_members(*range(NODES)), both=True, cut=True)
+
+    def _requests_lost(self, _: Fault) -> Injected:
+        return self._linked(self._to_members(*range(NODES)), both=False, cut=True)
+
+    def _answers_lost(self, _: Fault) -> Injected:
+        links = [(member, node) for node, member in self._to_members(*range(NODES))]
+        return self._linked(links, both=False, cut=True)
 
     def _node_cut(self, fault: Fault) -> Injected:
-        others = [place for place in range(NODES + MEMBERS + 1) if place != fault.node]
-        return self._linked([(fault.node, place) for place in others], both=True, cut=True)
+        return self._linked(self._all_of(fault.node), both=True, cut=True)
 
     def _link_cut(self, fault: Fault) -> Injected:
         return self._linked([(fault.node, fault.other)], both=True, cut=True)
@@ -150,14 +167,26 @@ class Harm:
         return self._linked([(fault.node, fault.other)], both=False, cut=True)
 
     def _link_delay(self, fault: Fault) -> Injected:
-        others = [place for place in range(NODES + MEMBERS) if place != fault.node]
         delay_s = 0.02 + 0.2 * fault.strength
-        return self._linked([(fault.node, place) for place in others], both=True, delay_s=delay_s)
+        return self._linked(self._among_job(fault.node), both=True, delay_s=delay_s)
 
     def _link_loss(self, fault: Fault) -> Injected:
-        others = [place for place in range(NODES + MEMBERS) if place != fault.node]
         lost = 0.02 + 0.28 * fault.strength
-        return self._linked([(fault.node, place) for place in others], both=True, lost=lost)
+        return self._linked(self._among_job(fault.node), both=True, lost=lost)
+
+    def _to_members(self, *nodes: int) -> list[tuple[int, int]]:
+        """Return the links from nodes to every member of the coordinator."""
+        members = self.cluster.coordinator.members
+        return [(node, NODES + member) for node in nodes for member in members]
+
+    def _among_job(self, node: int) -> list[tuple[int, int]]:
+        """Return the links from a node to all others and to the coordinator."""
+        others = [other for other in range(NODES) if other != node]
+        return [*((node, other) for other in others), *self._to_members(node)]
+
+    def _all_of(self, place: int) -> list[tuple[int, int]]:
+        """Return the links from a place to every other one, this process's included."""
+        return [(place, other) for other in range(self.cluster.own_place + 1) if other != place]
 
     # Storage.
 

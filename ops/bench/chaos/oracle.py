@@ -63,13 +63,14 @@ class Entry:
 class Floor:
     """From `at_s` on no entry may resume from a step before `step`; why, for the report.
 
-    None stands for the step that the entry before has completed. A later floor replaces an earlier
-    one.
+    None stands for the step that the entry before has completed, but for the last `allowance` ones.
+    A later floor replaces an earlier one.
     """
 
     at_s: float
     step: int | None
     why: str
+    allowance: int = 0
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ def _wrong_resumptions(history: Sequence[Entry], floors: Sequence[Floor]) -> lis
             )
         floor = next((floor for floor in reversed(floors) if floor.at_s <= at_s), None)
         if floor is not None:
-            promised = reached if floor.step is None else floor.step
+            promised = reached - floor.allowance if floor.step is None else floor.step
             if entry.resumed_step < promised:
                 wrong.append(
                     f"resumed too early: an entry at {at_s:.1f} s began after step "

@@ -39,6 +39,7 @@ class Promise(enum.StrEnum):
     """What docs/recovery.md promises of the step that the job resumes from."""
 
     NOTHING_LOST = "every completed step"
+    HELD = "the newest snapshot that nodes hold, whatever the coordinator knows"
     COMMITTED = "the committed snapshot"
     STORED = "the newest stored checkpoint"
     OLDER_STORED = "the newest stored checkpoint that is intact"
@@ -92,11 +93,18 @@ KINDS = {
         Kind(name="monitor_stop", part=Part.MONITOR, seconds=(2, 10)),
         Kind(name="member_kill", part=Part.COORDINATOR, seconds=(1, 15)),
         Kind(name="member_stop", part=Part.COORDINATOR, seconds=(1, 15)),
-        Kind(name="coordinator_away", part=Part.COORDINATOR, seconds=(3, 30)),
-        Kind(name="coordinator_stop", part=Part.COORDINATOR, seconds=(3, 30)),
+        Kind(name="coordinator_away", part=Part.COORDINATOR, promise=Promise.HELD, seconds=(3, 30)),
+        Kind(name="coordinator_stop", part=Part.COORDINATOR, promise=Promise.HELD, seconds=(3, 30)),
+        Kind(name="coordinator_lost", part=Part.COORDINATOR, promise=Promise.HELD, seconds=(1, 30)),
         Kind(name="member_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 15)),
         Kind(name="coordinator_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 15),
              takes_memory=True),
+        Kind(name="coordinator_unreachable", part=Part.NETWORK, promise=Promise.HELD,
+             needs=_NETWORK, seconds=(2, 30)),
+        Kind(name="requests_lost", part=Part.NETWORK, promise=Promise.HELD, needs=_NETWORK,
+             seconds=(2, 30)),
+        Kind(name="answers_lost", part=Part.NETWORK, promise=Promise.HELD, needs=_NETWORK,
+             seconds=(2, 30)),
         Kind(name="node_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 15),
              takes_memory=True),
         Kind(name="link_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 12),
@@ -175,7 +183,8 @@ class Fault:
         first = KINDS[self.kind]
         if self.then and first.takes_memory and KINDS[self.then].takes_memory:
             return Promise.STORED
-        return first.promise
+        # Another fault may strike before all members protect what was computed last.
+        return Promise.COMMITTED if self.then and first.promise is Promise.HELD else first.promise
 
     def __str__(self) -> str:
         duration = f" for {self.seconds:.0f} s" if self.seconds else ""
