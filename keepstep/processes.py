@@ -19,6 +19,7 @@ from keepstep.notices import forbid_notice_handlers
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME = 15
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -77,6 +78,24 @@ def open_standard_descriptors() -> None:
         except OSError:
             # The lowest number that is free is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+def set_title(title: str, module: str) -> None:
+    """Have ps(1) and the like show this process by a title, followed by the module that it runs.
+
+    It is the memory that the kernel placed the arguments in; its size is fixed, and a title that is
+    too long is cut off. top(1) shows 15 bytes of the title.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; see proc(5).
+    tail = b"\0" + module.encode() + b"\0"
+    room = end - begin - len(tail)
+    if room <= 0:
+        return
+    shown = title.encode(errors="replace").replace(b"\0", b" ")
+    ctypes.memmove(begin, (shown[:room] + tail).ljust(end - begin, b"\0"), end - begin)
+    name = ctypes.create_string_buffer(shown.removeprefix(b"keepstep ")[:15])
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
 
 
 @contextmanager

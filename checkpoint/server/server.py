@@ -40,7 +40,7 @@ from keepstep.checkpoint.server.rebuilding import Rebuilder
 from keepstep.checkpoint.server.restore_check import RestoreCheck
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.notices import leave_notices
-from keepstep.processes import die_with_parent
+from keepstep.processes import die_with_parent, set_title
 from keepstep.transport import Connection, Identity, Listener, listen, tcp_address_of
 
 SOCKET_NAME = "snapshots.sock"
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--storage-limit", type=int, default=0)
     options = parser.parse_args()
     die_with_parent(options.parent)
+    set_title(f"keepstep snapshot server of {options.node}", "keepstep.checkpoint.server.server")
     logging.basicConfig(format="keepstep snapshot server: %(message)s")
     secret = bytes.fromhex(sys.stdin.readline().strip())
     config = ServerConfig(

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep.notices import leave_notices, notices_blocked
-from keepstep.processes import module_command
+from keepstep.processes import module_command, set_title
 
 VARIABLE = "KEEPSTEP_AGENT_RUN"
 
@@ -89,8 +89,10 @@ def end_all(mark: str, limit_s: float = _LIMIT_S) -> None:
 def main() -> None:
     """Wait for the agent's end, and end what is left if it was killed."""
     leave_notices()
+    mark = sys.argv[1]
+    set_title("keepstep: ends what is left of a killed agent", "keepstep.elastic.agent.orphans")
     if sys.stdin.buffer.read(1) != _ENDS_IN_GOOD_ORDER:
-        end_all(sys.argv[1])
+        end_all(mark)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,10 @@ class RecordUpdates:
                 sealed=server.sealed,
                 protected=server.protected,
                 step=worker_group.step,
+                processes=tuple(
+                    worker_group.workers[local_rank].pid
+                    for local_rank in sorted(worker_group.workers)
+                ),
                 memory_nbytes=server.memory_nbytes,
                 snapshot_every=worker_group.snapshot_every,
                 snapshot_cost_s=worker_group.snapshot_cost_s,

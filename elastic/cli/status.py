@@ -39,6 +39,7 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
             {
                 "node": node,
                 "host": joined.record.host,
+                "processes": list(joined.record.processes),
                 "phase": joined.record.phase.value,
                 "ranks": _ranks(places.get(node)),
                 "group": places[node].group if node in places else None,
@@ -95,7 +96,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
         for rank in verdict.ranks
     }
     nodes = Table(box=box.SIMPLE_HEAD)
-    for name in ("node", "host", "ranks", "phase", "step", "snapshots"):
+    for name in ("node", "host", "ranks", "pids", "phase", "step", "snapshots"):
         nodes.add_column(name)
     for node in state["nodes"]:
         leads = " *" if node["node"] == state["leader"] else ""
@@ -103,6 +104,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
             Text(node["node"] + leads),
             node["host"],
             node["ranks"],
+            " ".join(map(str, node["processes"])),
             _doing(node, state, standing),
             str(node["step"]),
             f"{node['snapshot_memory_nbytes'] / 2**20:.1f} MiB",

@@ -246,6 +246,7 @@ class NodeRecord(Record):
         checkpoint_compression: how they are compressed; None: not at all.
         serves_coordinator: its agent runs the coordinator, which ends with it.
         checkpoint_retention: which of them are kept; None: all.
+        processes: ids of its workers' processes, by local rank.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
         snapshot_cost_s: seconds that each of these snapshots costs the training.
     """
@@ -259,6 +260,7 @@ class NodeRecord(Record):
     lease: int
     digest: str
     domain: str = ""
+    processes: tuple[int, ...] = ()
     warm: bool = False
     generation: int = 0
     phase: NodePhase = NodePhase.WAITING

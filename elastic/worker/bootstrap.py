@@ -66,6 +66,7 @@ def main() -> None:
         if is_recorded:
             telemetry.prepare()
     session = open_session()
+    session.script = Path(command.target).name
     session.report(Warm())
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())

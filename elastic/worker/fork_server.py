@@ -17,7 +17,6 @@ agent starts its workers one by one.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import socket
@@ -26,7 +25,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
@@ -45,11 +43,10 @@ from keepstep.elastic.worker.fork_messages import (
 from keepstep.elastic.worker.messages import Command
 from keepstep.elastic.worker.seeds import Seeds, generator_states
 from keepstep.notices import leave_notices
-from keepstep.processes import die_with_parent
+from keepstep.processes import die_with_parent, set_title
 from keepstep.transport import Connection
 
 _PROCESS_ID = struct.Struct("<q")
-_OWN_NAME, _WORKER_NAME = b"worker.fork_server", b"worker.bootstrap"
 _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ACCELERATORS = ("cuda", "xpu", "mtia")
 
@@ -116,7 +113,7 @@ class ForkServer:
     def _become_worker(self, channel: int, named: BinaryIO) -> None:
         # Before the agent knows the process: it sends signals to the session.
         os.setsid()
-        name_as_worker()
+        set_title("keepstep worker, not assigned yet", "keepstep.elastic.worker.bootstrap")
         with named:
             named.write(_PROCESS_ID.pack(os.getpid()))
         if not os.read(self._start, 1):
@@ -185,20 +182,6 @@ def _open_resource(own: frozenset[int]) -> str:
     return ""
 
 
-def name_as_worker() -> None:
-    """Replace the fork server's name in this process's command line by that of a worker.
-
-    People and their tools tell processes apart by it. It is the memory that the kernel placed the
-    arguments in; its size is fixed.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; see proc(5).
-    arguments = ctypes.string_at(begin, end - begin)
-    position = arguments.rfind(_OWN_NAME + b"\0")
-    if position >= 0:
-        ctypes.memmove(begin + position, _WORKER_NAME.ljust(len(_OWN_NAME)), len(_OWN_NAME))
-
-
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
     """Set an environment variable, unless the user has."""
@@ -243,6 +226,7 @@ def _ending_this_process() -> Iterator[None]:
 def main() -> None:
     """Import what workers use, then fork workers until the agent is gone."""
     leave_notices()
+    set_title("keepstep fork server", "keepstep.elastic.worker.fork_server")
     # Workers take it from the environment too.
     die_with_parent(int(os.environ["KEEPSTEP_AGENT_PID"]))
     control = int(sys.argv[1])

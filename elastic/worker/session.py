@@ -42,6 +42,7 @@ from keepstep.elastic.worker.messages import (
 from keepstep.elastic.worker.script_failure import flush_output
 from keepstep.elastic.worker.script_signals import end_unless_handled
 from keepstep.monitor.progress import ProgressBoard
+from keepstep.processes import set_title
 from keepstep.transport import Connection, PeerUnavailable
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Session:
 
     Attributes:
         is_managed: an agent has started this process, and replaces lost ones.
+        script: what the worker runs, for people.
     """
 
     is_managed = True
@@ -76,6 +78,7 @@ class Session:
         self._descriptor = descriptor
         self._socket = _identity(descriptor)
         self._has_joined = False
+        self.script = ""
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._board = board
@@ -129,7 +132,13 @@ class Session:
                 lambda: self._assignment is not None and self._assignment.generation > newer_than
             )
             assert self._assignment is not None
-            return self._assignment
+            assigned = self._assignment
+        # The environment that other processes see stays as it was when this one was started.
+        set_title(
+            f"keepstep rank {assigned.rank} of {assigned.job}: {self.script}",
+            "keepstep.elastic.worker.bootstrap",
+        )
+        return assigned
 
     def is_closing(self, generation: int) -> bool:
         """Whether the agent has declared this generation over."""
