@@ -132,7 +132,8 @@ def join(
     if kind == "cuda":
         set_device_variables(os.environ)
     groups = ProcessGroups(kind, backend)
-    leave_notices_to_agent()
+    if session.is_managed:
+        leave_notices_to_agent()
     session.report(
         Joined(
             checkpoint_url=checkpoint,
