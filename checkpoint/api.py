@@ -53,6 +53,7 @@ from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.documents import VALUES
 from keepstep.checkpoint.layout.quantized import is_quantized
 from keepstep.checkpoint.layout.source import Source, TensorSpec
+from keepstep.checkpoint.live.computed import fit_computed
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills, unmatched
@@ -512,7 +513,8 @@ def _fill_state(
                 undo_allocations.callback(undo)
             check_mutable(state, source.documents.get(VALUES, {}))
             requested = _requested(state, source, left_out, options)
-            return _Prepared(source, capture(state, options.descriptions), requested)
+            live = fit_computed(capture(state, options.descriptions), source)
+            return _Prepared(source, live, requested)
 
         def begin() -> tuple[_Opened, _Prepared[_Opened] | None]:
             opened = open_source()
@@ -540,6 +542,8 @@ def _fill_state(
         def fill_rest() -> list[str]:
             # Before anything of the optimizers changes that was compared.
             lines = [] if options.strict else listed()
+            if live.computed is not None:
+                live.computed.load()
             for model, optimizers in modules_of(state):
                 restore_options(model, optimizers, source.documents)
             fill_values(state, source.documents.get(VALUES, {}))

@@ -100,10 +100,12 @@ def capture(
     for tensor in tensors:
         _check_free(tensor.key, values)
     documents: dict[str, Json] = {}
+    computed = None
     for model, optimizers in modules:
         captured = LiveStateReader(model, optimizers, descriptions).capture(beside=tensors)
         tensors = [*captured.tensors, *tensors]
         documents.update(captured.documents)
+        computed = captured.computed
     check_disjoint(tensors)
     if not modules:
         documents.update(
@@ -111,7 +113,7 @@ def capture(
         )
     if config is not None:
         documents[CONFIG] = checked_config(config)
-    return LiveState(tuple(tensors), {**documents, VALUES: values})
+    return LiveState(tuple(tensors), {**documents, VALUES: values}, computed)
 
 
 def requested_by(state: StateMapping) -> Requested:

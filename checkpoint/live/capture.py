@@ -29,8 +29,9 @@ from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED, WITHOUT_
 from keepstep.checkpoint.layout.names import is_text
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.averages import averages_in, stored_averages
+from keepstep.checkpoint.live.computed import ComputedFinder, ComputedTensors
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
-from keepstep.checkpoint.live.model_parameters import ModelParameters
+from keepstep.checkpoint.live.model_parameters import ModelParameters, name_cleaner
 from keepstep.checkpoint.live.optimizer_options import options_of
 from keepstep.checkpoint.live.optimizer_rest import (
     REST,
@@ -120,6 +121,7 @@ class _ScannedState:
         groups: optimizer groups, with the names of their parameters, and the optimizer.
         without_slots: names of parameters of which no rank has slots.
         optimizers: the objects that the optimizers consist of.
+        computed: those of the tensors that are not the module's memory.
         is_derived: a state hook makes new tensors at every call, or an optimizer has tensors
             inside of other values, so the walk must be repeated.
     """
@@ -138,6 +140,7 @@ class _ScannedState:
     groups: tuple[tuple[Optimizer, Mapping[str, Any], list[str]], ...]
     without_slots: tuple[str, ...]
     optimizers: tuple[_ScannedOptimizer, ...]
+    computed: ComputedTensors | None
     is_derived: bool
 
     @property
@@ -179,6 +182,7 @@ class LiveStateReader:
         self._optimizers = tuple(optimizers)
         self._descriptions = descriptions
         self._averages = averages_in(model)
+        self._finder = ComputedFinder(model, name_cleaner(model))
         self._tied: dict[str, Json] = {}
         self._described: tuple[_ScannedState, _Specs, dict[str, Json]] | None = None
         self._scanned: _ScannedState | None = None
@@ -209,6 +213,7 @@ class LiveStateReader:
                 **({WITHOUT_SLOTS: scanned.without_slots} if scanned.without_slots else {}),
                 **self._describing(scanned, specs_of(beside)),
             },
+            scanned.computed,
         )
 
     def tensors(self) -> tuple[LiveTensor, ...]:
@@ -243,7 +248,7 @@ class LiveStateReader:
 
     def _scan(self) -> _ScannedState:
         parameters = ModelParameters(self._model, self._descriptions)
-        state, containers = self._model_state(parameters)
+        state, containers, computed = self._model_state(parameters)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_storable(f"model/{name}", local_of(value))
@@ -334,6 +339,7 @@ class LiveStateReader:
             groups=tuple(parameters.groups(self._optimizers)),
             without_slots=tuple(self._names_without_slots(parameters)),
             optimizers=tuple(map(_ScannedOptimizer.of, self._optimizers)),
+            computed=computed,
             is_derived=is_derived,
         )
 
@@ -353,24 +359,26 @@ class LiveStateReader:
 
     def _model_state(
         self, parameters: ModelParameters
-    ) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]:
-        """Return the model's tensors by name, and the module dictionaries that hold them.
+    ) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]], ComputedTensors | None]:
+        """Return the model's tensors by name, the module dictionaries that hold them, and which
+        of them are computed.
 
         The parameters of FSDP1 units are not among them.
         """
         if parameters.units:
             containers = unmanaged_containers(self._model, parameters.units)
-            return {name: holder[leaf] for name, (holder, leaf) in containers.items()}, containers
+            held = {name: holder[leaf] for name, (holder, leaf) in containers.items()}
+            return held, containers, None
         clean = parameters.clean
-        state = self._model.state_dict(keep_vars=True)
-        cleaned = {clean(name): value for name, value in state.items()}
-        if len(cleaned) < len(state):
-            taken = Counter(map(clean, state)).most_common(1)[0][0]
+        told = self._model.state_dict(keep_vars=True)
+        cleaned = {clean(name): value for name, value in told.items()}
+        if len(cleaned) < len(told):
+            taken = Counter(map(clean, told)).most_common(1)[0][0]
             raise LayoutMismatch(
                 f"model/{taken}: a wrapper has a tensor of the same name as the module that it "
                 "wraps; rename one of them"
             )
-        return cleaned, _containers_by_name(self._model, clean)
+        return cleaned, _containers_by_name(self._model, clean), self._finder.find(told)
 
 
 def _rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:

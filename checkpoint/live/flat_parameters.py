@@ -18,6 +18,7 @@ from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.wrapper_names import without_wrappers
+from keepstep.checkpoint.live.computed import has_foreign_hooks, is_overridden
 from keepstep.checkpoint.live.flat_fragment import describe_range
 from keepstep.checkpoint.live.tensors import LiveTensor, local_of
 
@@ -149,7 +150,7 @@ def unmanaged_containers(
         The module's dictionary of each parameter and persistent buffer, and the key in it.
 
     Raises:
-        LayoutMismatch: a module has extra state.
+        LayoutMismatch: a module has extra state, or computes its `state_dict`.
     """
     managed = frozenset[tuple[int, str]]().union(*(unit.places for unit in units))
     containers: dict[str, tuple[dict[str, Any], str]] = {}
@@ -158,6 +159,16 @@ def unmanaged_containers(
             raise LayoutMismatch(
                 f"model/{without_wrappers(path)}: extra state of a module cannot be stored; keep "
                 "it in a buffer"
+            )
+        if (
+            is_overridden(module, "state_dict")
+            or is_overridden(module, "_save_to_state_dict")
+            or has_foreign_hooks(module._state_dict_hooks)
+        ):
+            raise LayoutMismatch(
+                f"model/{without_wrappers(path)}: a {type(module).__name__} computes its "
+                "state_dict(), which would gather all parameters of FSDP1, and is not called; use "
+                "fully_shard"
             )
         persistent = module._buffers.keys() - module._non_persistent_buffers_set
         leaves = [(module._parameters, leaf) for leaf in module._parameters]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, Json, overlapping
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.storable import check_storable
+
+if TYPE_CHECKING:
+    from keepstep.checkpoint.live.computed import ComputedTensors
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "bool",
@@ -110,10 +114,14 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state of this rank: its tensors, and the documents that hold the rest."""
+    """The state of this rank: its tensors, and the documents that hold the rest.
+
+    `computed` are those of the tensors that are not the module's memory, if there are any.
+    """
 
     tensors: tuple[LiveTensor, ...]
     documents: Mapping[str, Json]
+    computed: ComputedTensors | None = None
 
 
 def is_one_of_several() -> bool:

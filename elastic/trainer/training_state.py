@@ -27,6 +27,7 @@ from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
 from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.capture import LiveStateReader
+from keepstep.checkpoint.live.computed import ComputedTensors, fit_computed, is_extra_state
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots
@@ -67,12 +68,14 @@ class BegunRestore:
         fills: the tensors to fill.
         extra: the extra objects' states, as they were; some of their tensors are filled.
         generators: states of the random number generators, by name, to fill.
+        computed: tensors of the model that are not its memory; some are filled.
     """
 
     source: Source
     fills: tuple[Fill, ...]
     extra: Mapping[str, Any]
     generators: Mapping[str, torch.Tensor]
+    computed: ComputedTensors | None
 
 
 class TrainingState:
@@ -223,7 +226,8 @@ class TrainingState:
         tensors_of_extra = {
             key: _tensors_of(key, state, self._fused) for key, state in extra.items()
         }
-        live = self._state_reader.capture(itertools.chain(*tensors_of_extra.values()))
+        captured = self._state_reader.capture(itertools.chain(*tensors_of_extra.values()))
+        live = fit_computed(captured, source)
         if _TRAINER not in source.documents:
             raise LayoutMismatch(
                 f"step {source.step} was not stored by a job: it has no position and no state of "
@@ -271,7 +275,7 @@ class TrainingState:
         fills += plan_fills(
             LiveState(_generators(self._rank, generators), {}), source, strict=False
         )
-        return BegunRestore(source, tuple(fills), extra, generators)
+        return BegunRestore(source, tuple(fills), extra, generators, live.computed)
 
     def finish_restore(self, begun: BegunRestore, seed: int) -> Position:
         """Restore what is not a tensor, and what the filled tensors are the state of.
@@ -281,6 +285,8 @@ class TrainingState:
             seed: as for `restore_from`.
         """
         source = begun.source
+        if begun.computed is not None:
+            begun.computed.load()
         restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
         pairs = zip(self.schedulers, trainer["schedulers"], strict=True)
@@ -304,10 +310,13 @@ class TrainingState:
     def replicable(self) -> list[LiveTensor]:
         """Return the tensors that replicas hold alike: parameters and optimizer state.
 
-        Buffers are not among them: each rank computes statistics of its own samples.
+        Neither buffers nor extra states are among them: each rank computes statistics of its own
+        samples.
         """
         return [
-            tensor for tensor in self._state_reader.tensors() if tensor.key not in self._buffers
+            tensor
+            for tensor in self._state_reader.tensors()
+            if tensor.key not in self._buffers and not is_extra_state(tensor.key)
         ]
 
     def capture(self, position: Position) -> LiveState:

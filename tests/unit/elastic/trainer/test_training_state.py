@@ -109,6 +109,46 @@ def test_numpy_generator_of_another_kind_is_left_alone(caplog: pytest.LogCapture
         np.random.set_bit_generator(ordinary)  # type: ignore[attr-defined]
 
 
+class Packing(nn.Linear):
+    """Computes an extra state whose size changes, and its weight in another data type."""
+
+    history: bytes = b""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(list(self.history), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.history = bytes(state.tolist())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight.detach().to(torch.float16)
+
+
+def test_a_job_gives_modules_what_their_state_dict_computes() -> None:
+    def packing() -> TrainingState:
+        state = State(
+            nn.Sequential(Packing(2, 3)), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        )
+        return TrainingState(state, torch.device("cpu"), 0)
+
+    state = packing()
+    held = None
+    for history in (b"one", b"seven"):
+        # At every step anew.
+        state.model[0].history = history
+        nn.init.normal_(state.model[0].weight)
+        held = Held(state.capture(Position(3, 3)))
+        held.read = functools.partial(read_boxes, held)  # type: ignore[method-assign]
+    assert held is not None
+    restored = packing()
+    restored.restore_from(held, seed=2)
+    assert restored.model[0].history == b"seven"
+    expected = state.model[0].weight.half().float()
+    assert torch.equal(restored.model[0].weight, expected)
+    assert [tensor.key for tensor in state.replicable()] == ["model/0.weight", "model/0.bias"]
+
+
 def padded(rows: int, device: str = "cpu") -> TrainingState:
     with torch.device(device):
         model = nn.Embedding(rows, 2)
