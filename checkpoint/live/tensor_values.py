@@ -21,7 +21,8 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.encoded_values import SLOT, TENSOR, Decoder, encode_value
 from keepstep.checkpoint.live.model_parameters import ModelParameters
-from keepstep.checkpoint.live.tensors import bytes_of, dtype_name, torch_dtype
+from keepstep.checkpoint.live.storable import check_storable
+from keepstep.checkpoint.live.tensors import bytes_of, dtype_name, local_of, torch_dtype
 
 _DTYPE = "$dtype"
 _SIZE = "$size"
@@ -78,6 +79,7 @@ class SlotEncoder:
         parameter = self._parameters.name_of(value)
         if parameter is not None:
             return {_PARAMETER: parameter}
+        check_storable(name, local_of(value))
         slot = f"{self._slot}.{len(self.tensors)}"
         self.tensors[slot] = value
         noted: dict[str, Json] = {"name": slot}
@@ -220,6 +222,7 @@ def encode_option(name: str, value: object, parameter: torch.Tensor | None) -> J
                 f"shape {tuple(value.shape)} among the options of an optimizer's group cannot be "
                 "stored; tensors of up to 1 MiB can"
             )
+        check_storable(name, value)
         noted: dict[str, Json] = {
             "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),

@@ -30,6 +30,7 @@ from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.computed import ComputedTensors, fit_computed, is_extra_state
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
+from keepstep.checkpoint.live.optimizer_rest import parameters_of
 from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
@@ -108,6 +109,9 @@ class TrainingState:
         optimizers = state.optimizer(state.model.parameters())
         self.optimizers = _as_optimizers(optimizers)
         self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
+        # What cannot be stored is refused now, not at the first snapshot.
+        for optimizer in self.optimizers:
+            parameters_of(optimizer)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.may_replay_writes = device.type == "cuda" and any(
             group.get("capturable") for group in groups
@@ -119,7 +123,6 @@ class TrainingState:
             for key, value in self._extra.items()
         }
         parameters = ModelParameters(state.model)
-        # What cannot be stored is refused now, not at the first snapshot.
         parameters.groups(self.optimizers)
         self._buffers = {
             f"model/{parameters.clean(name)}" for name, _ in state.model.named_buffers()

@@ -345,6 +345,8 @@ def test_what_cannot_be_stored_is_refused_by_its_name(tmp_path: Path) -> None:
     assert "optim/0.weight/chosen: a function" in refusal(state, tmp_path)
     optimizer.state[weight] = {"path": {"of": tmp_path}}
     assert "optim/0.weight/path['of']: a pathlib" in refusal(state, tmp_path)
+    optimizer.state[weight] = {"rows": [torch.eye(2).to_sparse()]}
+    assert "optim/0.weight/rows[0]" in refusal(state, tmp_path)
     optimizer.state[weight] = torch.zeros(2)
     assert "no slots by name" in refusal(state, tmp_path)
     del optimizer.state[weight]
