@@ -633,7 +633,8 @@ class Node:
             self.simulation.now_s - min(self.unconfirmed_since_s, self.answered_s),
         )
         if newer is not None:
-            self.simulation.check_commit(newer)
+            if self.secret == self.simulation.view.secret:
+                self.simulation.check_commit(newer)
             if self.announced is not None and self.announced.after > view.revision:
                 self.simulation.note_unasked(newer)
             self._commit(newer)

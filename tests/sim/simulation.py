@@ -57,7 +57,7 @@ MAX_NODES = 6
 DISTURBED_TICKS = 80
 CALM_TICKS = 400
 MORE_STEPS = 2
-OUTAGES = ("stops", "dies", "is mute")
+OUTAGES = ("stops", "dies", "is mute", "loses all")
 """Of the whole coordinator: if it stops, all leases end when it returns; if it dies, none does."""
 
 
@@ -77,6 +77,7 @@ class Simulation:
         """Draws when a person pauses, resumes or scales the job; not among the disasters."""
         self._outages = random.Random(f"outages {seed}") if has_outages else None
         """Draws when the whole coordinator is away for long; not among the other disasters."""
+        self._outage_until_s = 0.0
         self.outages = Counter[str]()
         """How often each kind has been drawn."""
         self.policy = policy or POLICIES[seed % len(POLICIES)]
@@ -292,13 +293,16 @@ class Simulation:
         """Let no node hear from the coordinator for a while, unless it is away already."""
         for_s = rng.choice([2.0, 5.0, 10.0, 30.0]) * rng.uniform(0.5, 1.5)
         kind = rng.choice(OUTAGES)
-        if self.now_s < max(self.coordinator.away_until_s, self.coordinator.mute_until_s):
+        if self.now_s < self._outage_until_s:
             return
         self.outages[kind] += 1
+        self._outage_until_s = self.now_s + for_s
         if kind == "is mute":
             self.lose_answers(for_s)
         else:
-            self.cut_off_coordinator(for_s, dies=kind == "dies")
+            self.cut_off_coordinator(for_s, dies=kind != "stops")
+            if kind == "loses all":
+                self.coordinator.lose_keys()
 
     def _isolate(self, node: Node) -> None:
         """Stall a node or cut it off; somebody may start another under its name meanwhile."""
@@ -324,7 +328,7 @@ class Simulation:
         self._lift_eviction(name)
         self._processes += 1
         node = Node(self, name, self._processes, self.rng.choice(["", "a", "b"]))
-        node.cut_off_until_s = self.coordinator.away_until_s
+        node.cut_off_until_s = max(self.coordinator.away_until_s, self._outage_until_s)
         self.nodes.append(node)
 
     def _crash(self, node: Node) -> None:
@@ -480,6 +484,11 @@ class Simulation:
             self._losses = self.coordinator.losses
         elif before.generation is None and after.generation in self.opened.values():
             must(self.coordinator.losses > 0, "only what was lost is restored")
+        elif before.generation is None and self.opened and after.generation is not None:
+            # Nodes that held the job's state were kept away until others had begun it anew.
+            self._forget_job()
+            self.opened[after.generation.generation] = after.generation
+            self.history.append(after.generation)
         elif after.generation is not None and after.generation != before.generation:
             self._check_open(after.generation, before)
             self.opened[after.generation.generation] = after.generation

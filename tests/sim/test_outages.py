@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.sim.node import TTL_S
-from tests.sim.simulation import POLICIES, Simulation
+from tests.sim.simulation import OUTAGES, POLICIES, Simulation
 
 
 def running_job(seed: int) -> Simulation:
@@ -33,7 +33,7 @@ def test_job_goes_on_in_its_generation_after_the_coordinator_was_away(seed: int)
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("kind", ["stops", "dies", "is mute"])
+@pytest.mark.parametrize("kind", OUTAGES)
 def test_no_step_is_computed_again_after_an_outage_however_long_it_was(
     seed: int, kind: str
 ) -> None:
@@ -49,7 +49,9 @@ def test_no_step_is_computed_again_after_an_outage_however_long_it_was(
     if kind == "is mute":
         simulation.lose_answers(30.0)
     else:
-        simulation.cut_off_coordinator(30.0, dies=kind == "dies")
+        simulation.cut_off_coordinator(30.0, dies=kind != "stops")
+    if kind == "loses all":
+        simulation.coordinator.lose_keys()
     reached = [known.snapshot.step]
     while simulation.now_s < until_s - 1.0:
         simulation.tick(disturbance=0.0)
