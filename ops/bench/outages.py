@@ -8,10 +8,10 @@ one step was computed again in any case.
 
 Three nodes train over gloo with a snapshot after each step, and a checkpoint every 20 steps. All of
 the coordinator's members are stopped (SIGSTOP), killed and started again with their data or with
-none, or cut off from the nodes: both ways, or one. The faults are those of `ops/bench/chaos`. In
-the last case the node that serves the coordinator is killed, and its line is run again. Cases
-without the coordinator's members have 0 of them. Cuts need root, /dev/net/tun and ip; `left_out`
-names them where that is missing.
+none, or cut off from the nodes, both ways or one; or every process of all nodes is sent SIGTERM,
+and the nodes are started again. The faults are those of `ops/bench/chaos`. In the last case the
+node that serves the coordinator is killed, and its line is run again: there `members` is 0. Cuts
+need root, /dev/net/tun and ip; `left_out` names them where that is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ops.bench.switched_network import is_possible as can_have_network  # noqa: 
 
 OUTAGES = (
     "coordinator_stop", "coordinator_away", "coordinator_lost", "coordinator_unreachable",
-    "requests_lost", "answers_lost",
+    "requests_lost", "answers_lost", "all_group_term",
 )  # fmt: skip
 SERVING_NODE = "serving_node_killed"
 SECONDS, QUICK_SECONDS = (2.0, 5.0, 10.0, 30.0, 60.0), (10.0,)
@@ -137,6 +137,10 @@ class Job:
         """
         begun_s = time.monotonic()
         injected = self._inject(case)
+        self._patience.wait_until(
+            "nodes that were sent SIGTERM have left",
+            lambda: all(self._cluster.agents[node].poll() is not None for node in injected.leaving),
+        )
         time.sleep(case.seconds)
         injected.end()
         self._settle()

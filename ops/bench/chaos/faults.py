@@ -246,6 +246,12 @@ class Harm:
     def _all_term(self, _: Fault) -> Injected:
         return self._preempted(*NAMES)
 
+    def _node_group_term(self, fault: Fault) -> Injected:
+        return self._preempted_with_helpers(NAMES[fault.node])
+
+    def _all_group_term(self, _: Fault) -> Injected:
+        return self._preempted_with_helpers(*NAMES)
+
     def _join_in_recovery(self, fault: Fault) -> Injected:
         """Kill a node, let it join again, and kill a worker once a generation admits it."""
         node = NAMES[fault.node]
@@ -349,7 +355,15 @@ class Harm:
     def _preempted(self, *nodes: str) -> Injected:
         for node in nodes:
             self.cluster.terminate(node)
+        return self._leaving(nodes)
 
+    def _preempted_with_helpers(self, *nodes: str) -> Injected:
+        """Send SIGTERM to every process of nodes at once, as systemd and Slurm do."""
+        processes = [process for node in nodes for process in self.cluster.processes_of(node)]
+        _send(signal.SIGTERM, processes)
+        return self._leaving(nodes)
+
+    def _leaving(self, nodes: tuple[str, ...]) -> Injected:
         def end() -> None:
             for node in nodes:
                 self.cluster.start(node)

@@ -171,6 +171,12 @@ def test_promise_that_nothing_is_lost_is_about_what_was_completed() -> None:
     assert judged(run(1, range(1, 13)) + run(2, range(12, LAST + 1)), promise).wrong
 
 
+def test_promise_of_what_nodes_hold_allows_for_the_steps_that_were_under_way() -> None:
+    promise = Floor(1.5, None, "what nodes hold", 2)
+    assert judged(run(1, range(1, 13)) + run(2, range(11, LAST + 1)), promise).wrong == []
+    assert judged(run(1, range(1, 13)) + run(2, range(10, LAST + 1)), promise).wrong
+
+
 def test_line_that_a_killed_rank_left_incomplete_is_dropped() -> None:
     line = run(1, [1])[0]
     text = json.dumps({name: getattr(line, name) for name in Line.__slots__} | {"pid": 5})

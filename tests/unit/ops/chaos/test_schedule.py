@@ -69,6 +69,13 @@ def test_two_faults_that_take_memory_promise_the_stored_checkpoint_only() -> Non
     assert second.promise is Promise.STORED
 
 
+def test_outage_of_the_coordinator_promises_what_nodes_hold_unless_another_fault_overlaps() -> None:
+    alone = Fault(0, "coordinator_stop", 0, 1, 5.0, 0.5)
+    with_a_worker = Fault(0, "coordinator_stop", 0, 1, 5.0, 0.5, then="worker_kill")
+    assert alone.promise is Promise.HELD
+    assert with_a_worker.promise is Promise.COMMITTED
+
+
 def test_neighbouring_seeds_have_both_storages_and_both_sizes_of_job() -> None:
     plans = [plan(seed) for seed in range(4)]
     assert len({(job.is_elastic, job.has_objects) for job in plans}) == 4
