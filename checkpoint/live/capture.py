@@ -299,7 +299,9 @@ class LiveStateReader:
                 sized.append(slots)
                 for slot, value in slots.items():
                     names = parameters.shapes(parameter)
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) and not (
+                        SlotEncoder(slot, parameters, parameter, optimizer).divides(value)
+                    ):
                         check_storable(_slot_key(parameters, parameter, slot), local_of(value))
                         places.append((slots, slot, value))
                         live += parameters.describe_slot(parameter, slot, value)

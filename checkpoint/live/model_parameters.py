@@ -22,7 +22,7 @@ from keepstep.checkpoint.live.flat_parameters import (
     reshard,
 )
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.storable import check_initialized
+from keepstep.checkpoint.live.storable import check_initialized, is_made_of_tensors
 from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, placed_like
 
 
@@ -170,6 +170,8 @@ class ModelParameters:
         like = self._like(parameter)
         if isinstance(like, DTensor):
             return placed_like(like, torch.zeros_like(local_of(like), dtype=dtype))
+        if is_made_of_tensors(like):
+            return torch.zeros(like.shape, dtype=dtype, device=like.device)
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
     def new_master(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

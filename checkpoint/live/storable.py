@@ -7,7 +7,9 @@ ones, have no such memory; PyTorch's own errors, which come later, name no tenso
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.names import is_text
@@ -81,6 +83,18 @@ def may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
+def is_made_of_tensors(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a subclass that says of which others it is made.
+
+    Such are torchao's quantized weights and optimizer states.
+    """
+    return (
+        not isinstance(tensor, DTensor)
+        and not tensor.is_nested
+        and is_traceable_wrapper_subclass(tensor)
+    )
+
+
 def _obstacle(tensor: torch.Tensor) -> str | None:
     """Return why a tensor cannot be stored, in words; None if it can."""
     kind = type(tensor)
@@ -88,8 +102,10 @@ def _obstacle(tensor: torch.Tensor) -> str | None:
         return "a nested tensor cannot be stored; store its values and its offsets"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"a {kind.__module__}.{kind.__qualname__} cannot be stored: it is made of other "
-            "tensors, and does not say of which; store these, or convert it to a plain tensor"
+            f"a {kind.__module__}.{kind.__qualname__} cannot be stored here: it is made of other "
+            "tensors; store these, or convert it to a plain tensor. Those that say of which "
+            "(__tensor_flatten__) are stored as weights of a module, and as slots of an optimizer "
+            "of the same package, not sharded"
         )
     if tensor.layout != torch.strided:
         return (

@@ -21,13 +21,14 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.encoded_values import SLOT, TENSOR, Decoder, encode_value
 from keepstep.checkpoint.live.model_parameters import ModelParameters
-from keepstep.checkpoint.live.storable import check_storable
+from keepstep.checkpoint.live.storable import check_storable, is_made_of_tensors
 from keepstep.checkpoint.live.tensors import bytes_of, dtype_name, local_of, torch_dtype
 
 _DTYPE = "$dtype"
 _SIZE = "$size"
 _PARAMETER = "$parameter"
 _OBJECT = "$object"
+_SUBCLASS = "$subclass"
 _OWN_STATE = frozenset({"__slots__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"})
 """What a class has whose objects are more than their attributes, or less."""
 
@@ -79,6 +80,19 @@ class SlotEncoder:
         parameter = self._parameters.name_of(value)
         if parameter is not None:
             return {_PARAMETER: parameter}
+        if self.divides(value):
+            inner, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            return {
+                _SUBCLASS: {
+                    "class": f"{type(value).__module__}:{type(value).__qualname__}",
+                    "tensors": {
+                        each: self._other(f"{name}.{each}", getattr(value, each)) for each in inner
+                    },
+                    "context": encode_value(f"{name}: its context", context, self._other),
+                    "shape": list(value.shape),
+                    "strides": list(value.stride()),
+                }
+            }
         check_storable(name, local_of(value))
         slot = f"{self._slot}.{len(self.tensors)}"
         self.tensors[slot] = value
@@ -97,6 +111,10 @@ class SlotEncoder:
             noted["device"] = "cpu"
         return {SLOT: noted}
 
+    def divides(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is stored as those that it is made of."""
+        return is_made_of_tensors(tensor) and _is_of_package(type(tensor), self._package)
+
     def _object(self, name: str, value: object) -> Json:
         kind = type(value)
         if not _is_plain_class(kind, self._package):
@@ -111,12 +129,20 @@ def _package_of(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
+def _is_of_package(kind: type, package: str) -> bool:
+    """Return whether a class is one of a package's own, and no package of Python or PyTorch."""
+    return (
+        package not in ("torch", "builtins")
+        and "." not in kind.__qualname__
+        and _package_of(kind) == package
+    )
+
+
 def _is_plain_class(kind: type, package: str) -> bool:
     """Return whether a class is one of a package's own, whose objects are their attributes."""
     classes = kind.__mro__[:-1]
     return (
-        package not in ("torch", "builtins")
-        and "." not in kind.__qualname__
+        _is_of_package(kind, package)
         and all(_package_of(each) == package for each in classes)
         and not any(vars(each).keys() & _OWN_STATE for each in classes)
     )
@@ -178,12 +204,36 @@ def slot_decoder(
             return tensor.cpu() if content.get("device") == "cpu" else tensor
         if kind == _PARAMETER:
             return parameter_named(content)
+        if kind == _SUBCLASS:
+            return _wrapped(content, decoder, package)
         if kind == _OBJECT:
             return _made(content["class"], decoder.decode(content["attributes"]), package)
         return _of_torch(kind, content)
 
     decoder = Decoder(other)
     return decoder
+
+
+def _wrapped(content: Mapping[str, Json], decoder: Decoder, package: str) -> Any:
+    """Return a tensor of a class that its package has imported, made of others."""
+    module, _, name = content["class"].partition(":")
+    kind = getattr(sys.modules.get(module), name, None)
+    if (
+        not isinstance(kind, type)
+        or not issubclass(kind, torch.Tensor)
+        or not hasattr(kind, "__tensor_unflatten__")
+        or not _is_of_package(kind, package)
+    ):
+        raise LayoutMismatch(
+            f"the optimizer's state has a tensor of {content['class']!r:.100}, which is no such "
+            f"class of {package}; use the release of it that the checkpoint was saved with"
+        )
+    return kind.__tensor_unflatten__(
+        decoder.decode(content["tensors"]),
+        decoder.decode(content["context"]),
+        torch.Size(content["shape"]),
+        tuple(content["strides"]),
+    )
 
 
 def _made(named: str, attributes: Mapping[str, Any], package: str) -> Any:
