@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from keepstep.checkpoint.conversion.optimizer_values import only_notes, plain_options
 from keepstep.checkpoint.conversion.selection import MODEL
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import Tie, tie_of
@@ -79,6 +80,8 @@ def parts_of(source: Source) -> StateParts:
     values: dict[str, Json] = dict(documents.get(VALUES) or {})
     for path, value in (documents.get(SCALARS) or {}).items():
         parameter, _, slot = path.rpartition("/")
+        if only_notes(slot, value):
+            continue
         if parameter in grouped:
             scalars.setdefault(parameter, {})[slot] = value
         else:
@@ -116,5 +119,5 @@ def _options(options: Mapping[str, Json]) -> dict[str, object]:
     # Torch's optimizers have pairs of coefficients as tuples, JSON has lists.
     return {
         name: tuple(value) if name == "betas" and isinstance(value, list) else value
-        for name, value in options.items()
+        for name, value in plain_options(options).items()
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import IO, Any, cast
@@ -96,6 +97,8 @@ class _Tensors:
             return type(value)((key, self.placed(item)) for key, item in value.items())  # type: ignore[call-arg]
         if type(value) in (list, tuple):
             return type(value)(self.placed(item) for item in cast(Iterable[object], value))  # type: ignore[call-arg]
+        if type(value) is deque:
+            return deque(map(self.placed, value), value.maxlen)
         return value
 
     def filled(self, parts: Iterable[bytes | int]) -> Iterable[Piece]:

@@ -6,9 +6,12 @@ does.
 
 from __future__ import annotations
 
+import base64
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from keepstep.checkpoint.conversion.optimizer_values import has_object, only_notes
 from keepstep.checkpoint.conversion.pieces_of_files import StoredTensor, Transposed, whole
 from keepstep.checkpoint.conversion.planned_folder import write_file
 from keepstep.checkpoint.conversion.selection import MODEL
@@ -17,9 +20,12 @@ from keepstep.checkpoint.conversion.torch_pieces import torch_pieces
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import tie_of
 from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, SCALARS, TIED, VALUES
+from keepstep.checkpoint.layout.encoded_values import Decoder, slots_within
 from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.live.tensors import torch_dtype
 
 _OPTIM = "optim"
+_REST = "state_dict"
 
 Report = Callable[[int], None]
 
@@ -46,6 +52,12 @@ def write_torch(
 def torch_left_out(source: Source, *, only_model: bool) -> list[str]:
     """Return what of a checkpoint a file of `torch.save` does not have, each with the reason."""
     lines = unknown_tie_lines(parts_of(source))
+    if not only_model:
+        lines += [
+            f"{_OPTIM}/{path}: it has an object, which is written as its attributes"
+            for path, value in source.documents.get(SCALARS, {}).items()
+            if has_object(value)
+        ]
     if only_model and CONFIG in source.documents:
         lines.append(f"{CONFIG}: a state_dict has tensors alone")
     return lines
@@ -123,21 +135,57 @@ def _optimizer(
         for key, tensor in tensors.items()
         if key.startswith(f"{_OPTIM}/")
     )
-    for path, value in (*slots, *scalars.items()):
+    for path, tensor in slots:
         name, _, slot = path.rpartition("/")
         if name in numbers:
-            state.setdefault(numbers[name], {})[slot] = value
+            state.setdefault(numbers[name], {})[slot] = tensor
+    rest: dict[str, Any] = {}
+    for path, value in scalars.items():
+        name, _, slot = path.rpartition("/")
+        if name not in numbers or only_notes(slot, value):
+            continue
+        own = state.setdefault(numbers[name], {})
+        decoded = _decoder(own).decode(value)
+        for inner in slots_within(value):
+            own.pop(inner["name"], None)
+        if slot != _REST:
+            own[slot] = decoded
+        elif isinstance(decoded["content"], dict):
+            rest.update(decoded["content"])
+        if not own:
+            del state[numbers[name]]
+    options = _decoder({}).decode([group["options"] for group in groups])
     return {
-        "state": dict(sorted(state.items())),
+        **rest,
+        "state": {**dict(sorted(state.items())), **rest.get("state", {})},
         "param_groups": [
             {
-                **group["options"],
+                **own_options,
                 "params": [numbers[name] for name in group["parameters"]],
                 "param_names": list(group["parameters"]),
             }
-            for group in groups
+            for group, own_options in zip(groups, options, strict=True)
         ],
     }
+
+
+def _decoder(slots: Mapping[str, Any]) -> Decoder:
+    """Return what decodes values of an optimizer for torch; what torch has not stays as it is."""
+
+    def other(kind: str, content: Json) -> Any:
+        match kind:
+            case "$slot" if content["name"] in slots:
+                return slots[content["name"]]
+            case "$tensor":
+                data = base64.b64decode(content["data"])
+                return StoredTensor(content["dtype"], tuple(content["shape"]), (data,))
+            case "$dtype":
+                return torch_dtype(content)
+            case "$size":
+                return tuple(content)
+        return {kind: content}
+
+    return Decoder(other)
 
 
 def _leaves(value: object) -> Iterator[StoredTensor]:
@@ -145,6 +193,6 @@ def _leaves(value: object) -> Iterator[StoredTensor]:
         yield value
     elif isinstance(value, Transposed):
         yield value.of
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, Mapping | list | tuple | deque):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _leaves(item)
