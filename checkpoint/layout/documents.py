@@ -19,6 +19,7 @@ PADDING = "padding"
 MASTERS = "masters"
 AVERAGES = "averages"
 SCALES = "scales"
+SUBCLASSES = "subclasses"
 PROVENANCE = "provenance"
 CONFIG = "config"
 VALUES = "values"
@@ -28,7 +29,7 @@ WITHOUT_SLOTS = "optim/without slots"
 """The document of a shard in memory that lists parameters of which no rank has slots: nobody is to
 be asked for them. What is stored does not have it."""
 
-_BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES})
+_BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES, SUBCLASSES})
 """Documents with an entry for each tensor that they are about: ranks have different ones."""
 
 OF_OWN_TENSORS = _BY_TENSOR | {GROUPS}

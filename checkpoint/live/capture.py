@@ -25,7 +25,7 @@ from keepstep.checkpoint.layout.descriptions import (
     Descriptions,
     describing_documents,
 )
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED, WITHOUT_SLOTS
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, SUBCLASSES, TIED, WITHOUT_SLOTS
 from keepstep.checkpoint.layout.names import is_text
 from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.averages import averages_in, stored_averages
@@ -43,7 +43,13 @@ from keepstep.checkpoint.live.optimizer_rest import (
     tells_its_state,
 )
 from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots, slots_of
-from keepstep.checkpoint.live.storable import check_fillable, check_storable
+from keepstep.checkpoint.live.storable import (
+    check_fillable,
+    check_storable,
+    is_made_of_tensors,
+    subclass_of,
+    tensors_within,
+)
 from keepstep.checkpoint.live.tensor_values import SlotEncoder, has_other_strides
 from keepstep.checkpoint.live.tensors import (
     LiveState,
@@ -184,6 +190,7 @@ class LiveStateReader:
         self._averages = averages_in(model)
         self._finder = ComputedFinder(model, name_cleaner(model))
         self._tied: dict[str, Json] = {}
+        self._subclasses: dict[str, Json] = {}
         self._described: tuple[_ScannedState, _Specs, dict[str, Json]] | None = None
         self._scanned: _ScannedState | None = None
 
@@ -210,6 +217,7 @@ class LiveStateReader:
                 GROUPS: groups,
                 SCALARS: {**scalars, **scanned.encoded},
                 TIED: self._tied,
+                **({SUBCLASSES: self._subclasses} if self._subclasses else {}),
                 **({WITHOUT_SLOTS: scanned.without_slots} if scanned.without_slots else {}),
                 **self._describing(scanned, specs_of(beside)),
             },
@@ -248,7 +256,8 @@ class LiveStateReader:
 
     def _scan(self) -> _ScannedState:
         parameters = ModelParameters(self._model, self._descriptions)
-        state, containers, computed = self._model_state(parameters)
+        told, containers, computed = self._model_state(parameters)
+        state, self._subclasses = _divided(told, containers)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_storable(f"model/{name}", local_of(value))
@@ -387,6 +396,23 @@ def _rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
     """Return what an optimizer's `state_dict` has beside slots and groups, or is about to get."""
     pending = pending_of(optimizer)
     return rest_of(optimizer, parameters) if pending is None else pending.rest
+
+
+def _divided(
+    state: Mapping[str, Any], containers: Mapping[str, tuple[dict[str, Any], str]]
+) -> tuple[dict[str, Any], dict[str, Json]]:
+    """Return a module's tensors, where they are made of others these, and what those are by key."""
+    divided: dict[str, Any] = {}
+    subclasses: dict[str, Json] = {}
+    for name, value in state.items():
+        holder, leaf = containers.get(name, ({}, name))
+        is_held = isinstance(value, torch.Tensor) and holder.get(leaf) is value
+        if not is_held or not is_made_of_tensors(value):
+            divided[name] = value
+            continue
+        subclasses[f"model/{name}"] = subclass_of(f"model/{name}", value)
+        divided |= tensors_within(name, value)
+    return divided, subclasses
 
 
 def _slot_key(parameters: ModelParameters, parameter: torch.Tensor, slot: str) -> str:

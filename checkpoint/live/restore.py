@@ -22,7 +22,7 @@ from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.completeness import ONLY_MODEL, Requested, differences
 from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.documents import MASTERS, PARTS, SCALARS, TIED
+from keepstep.checkpoint.layout.documents import MASTERS, PARTS, SCALARS, SUBCLASSES, TIED
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
 from keepstep.checkpoint.layout.encoded_values import noted_slots, slots_within
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
@@ -38,7 +38,7 @@ from keepstep.checkpoint.live.optimizer_rest import (
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.part_slices import check_parts
 from keepstep.checkpoint.live.source_match import Origin, SourceMatcher
-from keepstep.checkpoint.live.storable import check_fillable
+from keepstep.checkpoint.live.storable import check_fillable, check_subclasses
 from keepstep.checkpoint.live.tensor_values import new_tensor
 from keepstep.checkpoint.live.tensors import (
     LiveState,
@@ -378,6 +378,8 @@ def plan_fills(
     Raises:
         LayoutMismatch: names, shapes, dtypes or parts do not fit; the message lists them.
     """
+    if SUBCLASSES in state.documents:
+        check_subclasses(source.documents.get(SUBCLASSES), state.documents[SUBCLASSES])
     if PARTS in state.documents:
         check_parts(source.documents.get(PARTS), state.documents[PARTS])
     matched = _Matched.of(state, source, resize)

@@ -6,12 +6,15 @@ ones, have no such memory; PyTorch's own errors, which come later, name no tenso
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.names import is_text
 
 
@@ -93,6 +96,47 @@ def is_made_of_tensors(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and is_traceable_wrapper_subclass(tensor)
     )
+
+
+def tensors_within(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a tensor is made of, with their names, such as `weight.scale`."""
+    if not is_made_of_tensors(tensor):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from tensors_within(f"{name}.{attribute}", getattr(tensor, attribute))
+
+
+def subclass_of(key: str, tensor: torch.Tensor) -> Json:
+    """Return the class of a tensor that is made of others, and what it says beside them.
+
+    Raises:
+        LayoutMismatch: it has objects that are described by their addresses.
+    """
+    kind = type(tensor)
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    if " at 0x" in repr(context):
+        raise LayoutMismatch(
+            f"{key}: a {kind.__qualname__} cannot be stored, for its context is no plain value: "
+            f"{context!r:.200}; convert it to a plain tensor"
+        )
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", "context": repr(context)}
+
+
+def check_subclasses(stored: Json, live: Mapping[str, Json]) -> None:
+    """Check that tensors that are made of others are so in the same way in a checkpoint.
+
+    Raises:
+        LayoutMismatch: one is of another class, or with another context; the message names it.
+    """
+    for key in sorted(live):
+        known = stored.get(key) if isinstance(stored, Mapping) else None
+        if known != live[key]:
+            raise LayoutMismatch(
+                f"{key}: is a tensor of {live[key]} here, and of {known} in the source; make the "
+                "module with the same quantization, and the release of its package, as it was "
+                "saved with"
+            )
 
 
 def _obstacle(tensor: torch.Tensor) -> str | None:

@@ -111,3 +111,31 @@ def test_a_class_that_is_not_there_any_more_is_refused_by_name(
     monkeypatch.delattr(f"{__name__}.Blocks")
     with pytest.raises(LayoutMismatch, match=r"Blocks', which is no such class of tests"):
         checkpoint.load(str(tmp_path), trained(0))
+
+
+def quantized(value: int, *, signed: bool = True) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4))
+    codes = torch.full((4, 3), value, dtype=torch.int8)
+    blocks = Blocks(codes, torch.full((4,), float(value)), signed)
+    model[0].weight = nn.Parameter(blocks, requires_grad=False)
+    return model
+
+
+def test_a_weight_that_is_made_of_tensors_is_stored_and_filled_as_these(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), {"model": quantized(7)}, step=1)
+    loaded = quantized(1)
+    checkpoint.load(str(tmp_path), {"model": loaded})
+    weight = loaded[0].weight  # type: ignore[index]
+    assert (weight.codes.unique().item(), weight.scales.unique().item()) == (7, 7.0)
+
+
+def test_a_weight_that_is_made_otherwise_is_refused_before_anything_is_filled(
+    tmp_path: Path,
+) -> None:
+    checkpoint.save(str(tmp_path), {"model": quantized(7)}, step=1)
+    loaded = quantized(1, signed=False)
+    with pytest.raises(LayoutMismatch, match=r"^model/0\.weight: is a tensor of .*Blocks.*False"):
+        checkpoint.load(str(tmp_path), {"model": loaded})
+    assert loaded[0].weight.codes.unique().item() == 1  # type: ignore[index]
+    with pytest.raises(LayoutMismatch, match=r"model/0\.weight: missing in the source"):
+        checkpoint.load(str(tmp_path), {"model": nn.Sequential(nn.Linear(3, 4))})
