@@ -163,7 +163,8 @@ async def readmit(
         if not eviction.may_return:
             raise JobFailed(
                 f"node {node} was evicted from job {job}: {eviction.reason}. "
-                f"`keepstep evict --undo {node}` lets it return"
+                f"`keepstep evict --job {job} --undo {node}` lets it return; "
+                "then run this line again"
             )
         log.warning(
             "node %s was evicted (%s); `keepstep doctor` checks it before it returns",
@@ -175,7 +176,8 @@ async def readmit(
             raise JobFailed(
                 f"node {node} was evicted from job {job} ({eviction.reason}), "
                 f"and `keepstep doctor` finds: {'; '.join(findings)}. "
-                f"Repair that first, or let the node return anyway: `keepstep evict --undo {node}`"
+                "Repair that first, or let the node return anyway: "
+                f"`keepstep evict --job {job} --undo {node}`. Then run this line again"
             )
         lift = partial(store.commit, (Modified(key, item.modified),), (Delete(key),))
         # Not if somebody has replaced it meanwhile.

@@ -52,8 +52,8 @@ def follow(job: JobAddress, *, once: bool, as_json: bool) -> None:
         return
 
 
-def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> None:
-    """Request a node to leave and stay away, or let an evicted node return.
+def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> str:
+    """Request a node to leave and stay away, or let an evicted node return; say what that does.
 
     Args:
         job: the job.
@@ -65,6 +65,12 @@ def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> None:
         UsageError: the job has no such node, or the node was not evicted.
     """
     asyncio.run(_set_eviction(job, node, None if undo else Eviction(reason, may_return=False)))
+    if undo:
+        return f"node {node} may return to job {job.name}: run its line (`keepstep run ...`) again"
+    return (
+        f"node {node} hands over its state, leaves job {job.name} and stays away. "
+        f"`keepstep evict --job {job.name} --undo {node}` lets it return"
+    )
 
 
 def foretell_loss(job: JobAddress, nodes: Sequence[str], *, as_json: bool) -> None:

@@ -351,7 +351,7 @@ def evict(
     """Let NODE hand over its state, leave the job and stay away."""
     from keepstep.elastic.cli.follow import evict_node, find_job
 
-    evict_node(find_job(store, job, secret_file), node, reason, undo=undo)
+    click.echo(evict_node(find_job(store, job, secret_file), node, reason, undo=undo))
 
 
 _STORE = click.option(

@@ -13,12 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s, failures_per_s
+from keepstep.elastic.rendezvous.loss_forecast import age
 from keepstep.elastic.rendezvous.records import Member, Recovery, SnapshotCommit
 from keepstep.elastic.rendezvous.view import View
 
 
 def summary(view: View, wall_s: float) -> dict[str, Any]:
-    """Return the state of a job as JSON, at a wall-clock time in seconds."""
+    """Return the state of a job as JSON, at a wall-clock time in seconds.
+
+    `snapshot_at_s` is the wall-clock time at which the coordinator was told of `snapshot`.
+    """
     generation = view.generation
     places = {member.node: member for member in generation.members} if generation else {}
     # Nodes tell the coordinator of their steps every few seconds, of snapshots at once.
@@ -34,6 +38,7 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
         "parity": generation.parity if generation else 0,
         "step": max(committed, *(joined.record.step for joined in view.nodes.values()), 0),
         "snapshot": msgspec.to_builtins(view.snapshot.snapshot) if view.snapshot else None,
+        "snapshot_at_s": view.snapshot.at_s or None if view.snapshot else None,
         "checkpoint": view.checkpoint.to_json() if view.checkpoint else None,
         "nodes": [
             {
@@ -67,7 +72,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     lines = [
         f"job {job}   generation {state['generation']}   ranks {state['world_size']}   "
         f"step {state['step']}",
-        f"last committed snapshot: {_snapshot_age(state['step'], snapshot)}",
+        f"last committed snapshot: {_snapshot_age(state['step'], snapshot, wall_s)}",
         f"last stored checkpoint:  {f'step {stored.step} in {stored.url}' if stored else 'none'}",
     ]
     if state["world_size"]:
@@ -131,12 +136,14 @@ def _doing(node: Mapping[str, Any], state: Mapping[str, Any], standing: set[int]
     return "stands still" if standing.intersection(ranks) else str(node["phase"])
 
 
-def _snapshot_age(step: int, commit: SnapshotCommit | None) -> str:
-    """Return the snapshot's step, and how many steps a recovery would now compute again."""
+def _snapshot_age(step: int, commit: SnapshotCommit | None, wall_s: float) -> str:
+    """Return the snapshot's step, how many steps a recovery would compute again, and as of when."""
     if commit is None:
         return "none"
     behind = max(0, step - commit.snapshot.step)
-    return f"step {commit.snapshot.step}" + (f", {_counted(behind, 'step')} ago" if behind else "")
+    steps = f", {_counted(behind, 'step')} ago" if behind else ""
+    reported = f", reported {age(wall_s - commit.at_s)} ago" if commit.at_s else ""
+    return f"step {commit.snapshot.step}{steps}{reported}"
 
 
 def verdicts(view: View, wall_s: float) -> str:

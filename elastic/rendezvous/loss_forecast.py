@@ -44,6 +44,8 @@ class LossForecast:
         source: where its state would come from, in words.
         repeated_steps: how many steps would be computed again.
         further_losses: how many nodes of each erasure group may be lost after that.
+        reported_s: for how many seconds the coordinator has been told of no newer snapshot than the
+            one that this rests on; None if that is unknown.
     """
 
     lost: tuple[str, ...]
@@ -58,6 +60,7 @@ class LossForecast:
     source: str = ""
     repeated_steps: int = 0
     further_losses: int = 0
+    reported_s: float | None = None
 
 
 def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForecast:
@@ -101,6 +104,7 @@ def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForec
         step=step,
         source=source,
         repeated_steps=_newest_step(view) - step,
+        reported_s=wall_s - view.snapshot.at_s if view.snapshot and view.snapshot.at_s else None,
     )
     if len(members) < limits.min_nodes:
         missing = max(0, limits.min_nodes - len(nodes))
@@ -121,7 +125,10 @@ def describe_forecast(forecast: LossForecast) -> str:
         verb = "is" if len(forecast.lost) == 1 else "are"
         return f"without {lost}, nothing changes: {lost} {verb} on standby"
     steps = f"{forecast.repeated_steps} step{'s' if forecast.repeated_steps != 1 else ''}"
-    resumes = f"from {forecast.source}; {steps} would be computed again"
+    reported = (
+        "" if forecast.reported_s is None else f", as reported {age(forecast.reported_s)} ago"
+    )
+    resumes = f"from {forecast.source}; {steps} would be computed again{reported}"
     if forecast.serving:
         server = forecast.serving[0]
         return (
@@ -153,6 +160,14 @@ def describe_forecast(forecast: LossForecast) -> str:
         f"without {lost}, the job would go on at once with {forecast.world_size} ranks on "
         f"{_listed(forecast.members)}{taken}\nit would go on {resumes}\n{then}"
     )
+
+
+def age(seconds: float) -> str:
+    """Return a time that has passed, for people, such as "4 s" or "12 min"."""
+    passed_s = max(0.0, seconds)
+    if passed_s < 120:
+        return f"{passed_s:.0f} s"
+    return f"{passed_s / 60:.0f} min" if passed_s < 7200 else f"{passed_s / 3600:.0f} h"
 
 
 def _listed(nodes: Collection[str]) -> str:

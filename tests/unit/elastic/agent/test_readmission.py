@@ -51,7 +51,7 @@ def test_node_that_the_monitor_evicted_returns_if_its_check_finds_nothing() -> N
 
 
 def test_node_whose_check_finds_a_fault_stays_evicted_and_the_error_names_the_fault() -> None:
-    with pytest.raises(JobFailed, match=r"slow.*cpu multiplies wrongly.*--undo b"):
+    with pytest.raises(JobFailed, match=r"slow.*cpu multiplies wrongly.*--job job --undo b"):
         evicted_after(
             Eviction("slow", may_return=True),
             RecordingCheck("b: wrong matrix product, cpu multiplies wrongly"),
@@ -70,7 +70,7 @@ def test_node_that_a_person_evicts_while_it_is_checked_stays_evicted() -> None:
             await store.commit((), (Put(key, Eviction("in the way", may_return=False).encode()),))
             return ()
 
-        with pytest.raises(JobFailed, match=r"in the way.*--undo b"):
+        with pytest.raises(JobFailed, match=r"in the way.*--job job --undo b.*run this line again"):
             await readmit(store, "job", "b", Path(), check)
         return [item.key for item in (await store.read(KEYS.prefix)).items]
 
@@ -79,7 +79,7 @@ def test_node_that_a_person_evicts_while_it_is_checked_stays_evicted() -> None:
 
 def test_node_that_a_person_evicted_is_not_checked_and_stays_evicted() -> None:
     check = RecordingCheck()
-    with pytest.raises(JobFailed, match=r"in the way.*--undo b"):
+    with pytest.raises(JobFailed, match=r"in the way.*--job job --undo b.*run this line again"):
         evicted_after(Eviction("in the way", may_return=False), check)
     assert check.checked_nodes == []
 

@@ -61,6 +61,18 @@ def test_snapshot_is_never_newer_than_the_step_that_is_told() -> None:
     assert "steps ago" not in text
 
 
+@pytest.mark.parametrize(
+    ("wall_s", "told"),
+    [(104.0, "4 s"), (99.0, "0 s"), (100.0 + 12 * 60, "12 min"), (100.0 + 3 * 3600, "3 h")],
+    ids=["seconds", "a clock that is behind", "minutes", "hours"],
+)
+def test_snapshot_is_told_with_the_time_since_it_was_reported(wall_s: float, told: str) -> None:
+    view = view_of(167, snapshot=SnapshotCommit(SnapshotId(1, 155), at_s=100.0))
+    output = io.StringIO()
+    Console(file=output, width=80).print(render("run7", view, wall_s))
+    assert f"snapshot: step 155, 12 steps ago, reported {told} ago\n" in output.getvalue()
+
+
 def test_paused_job_says_since_when_and_how_to_go_on() -> None:
     text = shown(view_of(5, pause=Pause("maintenance", 50.0)))
     assert re.search(r"paused since \d\d:\d\d:\d\d, `keepstep resume run7` goes on", text)
