@@ -259,7 +259,8 @@ def load(
             that lacks anything that the state has, or has anything that the state does not take;
             otherwise fill what both have, and list the rest by warnings of the log. What it has
             under other names is not an error: a line of the log counts it.
-        convert: convert tensors that were saved in another data type. A parameter that has the data
+        convert: convert tensors that were saved in another data type, where only rounding loses
+            anything: no fraction, sign or imaginary part is dropped. A parameter that has the data
             type of its stored master takes the master's values, also without this. Quantized
             weights that the module has plain are dequantized if it is known how: their scales are
             described, or the configuration's `quantization_config` is one of fp8, GPTQ, AWQ or

@@ -48,6 +48,31 @@ def zarr_data_type(name: str) -> str:
     return _STORED_AS.get(name, name)
 
 
+def is_convertible(source: str, target: str) -> bool:
+    """Return whether values of a data type have a counterpart in another one, but for rounding.
+
+    A float may be rounded to another float. An imaginary part, a fraction, or an integer that the
+    target does not reach would be lost without a word.
+    """
+    if source == target:
+        return True
+    if not (is_in_zarr(source) and is_in_zarr(target)):
+        return False
+    kinds = [_kind(source), _kind(target)]
+    if kinds == ["integer", "integer"]:
+        return np.can_cast(_NUMPY[source], _NUMPY[target], "safe")
+    return _KINDS.index(kinds[0]) <= _KINDS.index(kinds[1])
+
+
+_KINDS = ("bool", "integer", "float", "complex")
+
+
+def _kind(name: str) -> str:
+    return {"b": "bool", "i": "integer", "u": "integer", "c": "complex"}.get(
+        _NUMPY[name].kind, "float"
+    )
+
+
 def is_in_zarr(name: str) -> bool:
     """Return whether Zarr has the data type itself; torch converts no other to another type."""
     return name not in _STORED_AS

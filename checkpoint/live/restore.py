@@ -23,7 +23,7 @@ from keepstep.checkpoint.layout.completeness import ONLY_MODEL, Requested, diffe
 from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.documents import MASTERS, PARTS, SCALARS, SUBCLASSES, TIED
-from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
+from keepstep.checkpoint.layout.dtypes import is_convertible, numpy_dtype
 from keepstep.checkpoint.layout.encoded_values import noted_slots, slots_within
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
@@ -398,9 +398,9 @@ def plan_fills(
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
             "Pass strict=False to fill only what both have, convert=True to convert "
-            "data types, but for float4_e2m1fn_x2. Shapes must agree, except for the padding of "
-            "tensors whose logical shape is the same, see Descriptions(padding=...), and for "
-            "parameters named in resize=[...]"
+            "data types where no value is lost but by rounding. Shapes must agree, except for the "
+            "padding of tensors whose logical shape is the same, see Descriptions(padding=...), "
+            "and for parameters named in resize=[...]"
         )
     _check_shared_numbers(state.tensors, source)
     fills: list[Fill] = []
@@ -466,8 +466,7 @@ def _problem(tensor: LiveTensor, origin: Origin, convert: bool) -> str | None:
     if origin.contradiction is not None:
         return f"{tensor.key}: {origin.contradiction}"
     if origin.common is not None and (
-        spec.dtype == tensor.dtype
-        or (convert and is_in_zarr(spec.dtype) and is_in_zarr(tensor.dtype))
+        spec.dtype == tensor.dtype or (convert and is_convertible(spec.dtype, tensor.dtype))
     ):
         return None
     return (
