@@ -603,10 +603,10 @@ def frees_what_it_is_asked_to_store(patch: pytest.MonkeyPatch) -> None:
         entered: int,
         known: SnapshotId | None,
         announced: CommitAnnouncement | None,
-        ended: int,
+        *rest: Any,
     ) -> SnapshotId | None:
         at_once = None if announced is None else replace(announced, after=0)
-        return right(view, entered, known, at_once, ended)
+        return right(view, entered, known, at_once, *rest)
 
     patch.setattr(commits, "next_commit", wrong)
 
@@ -615,6 +615,22 @@ def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank_assignment, "newest_told", lambda *_: None)
     patch.setattr(closing, "newest_told", lambda *_: None)
     patch.setattr(invariants, "_told", lambda _: set())
+
+
+def resumes_from_what_members_were_told_only(patch: pytest.MonkeyPatch) -> None:
+    """What all of them hold was sealed when the coordinator, or the leader, was not reached."""
+    right = opening.newest_restorable
+
+    def wrong(view: View, generation: Generation) -> SnapshotCommit | None:
+        told = rank_assignment.newest_committed(view, generation)
+        known = {commit.snapshot for commit in (told, view.snapshot) if commit is not None}
+
+        def without_others(record: NodeRecord) -> NodeRecord:
+            return replace(record, sealed=tuple(s for s in record.sealed if s in known))
+
+        return right(with_records(view, without_others), generation)
+
+    patch.setattr(opening, "newest_restorable", wrong)
 
 
 def names_what_its_server_has_freed(patch: pytest.MonkeyPatch) -> None:
@@ -709,6 +725,7 @@ MUTANTS: dict[str, Patch] = {
             announces_what_is_only_sealed,
             frees_what_it_is_asked_to_store,
             forgets_what_members_were_told,
+            resumes_from_what_members_were_told_only,
             never_tells_the_coordinator_of_the_last_step,
             names_what_its_server_has_freed,
         )

@@ -624,18 +624,20 @@ class Node:
 
     def _follow_commits(self, view: View) -> None:
         self._begin_part(view)
+        waited_s = self.simulation.now_s - min(self.unconfirmed_since_s, self.answered_s)
         newer = commits.next_commit(
             view,
             self.worker_generation,
             self.committed,
             self.announced,
             self.ended_generation,
-            self.simulation.now_s - min(self.unconfirmed_since_s, self.answered_s),
+            waited_s,
         )
         if newer is not None:
             if self.secret == self.simulation.view.secret:
                 self.simulation.check_commit(newer)
-            if self.announced is not None and self.announced.after > view.revision:
+            is_seen = self.announced is None or self.announced.after <= view.revision
+            if not is_seen and waited_s >= commits.HOLD_S:
                 self.simulation.note_unasked(newer)
             self._commit(newer)
             self._withdraw_freed()
