@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,26 @@ for fails in map(int, sys.argv[1:]):
         print("raised", error)
 """
 
+ENDLESS = """
+import functools, signal
+import torch
+import keepstep
+
+# Shells start what runs in their background with this ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def build(world):
+    return keepstep.State(torch.nn.Linear(4, 1), functools.partial(torch.optim.SGD, lr=0.1))
+
+with keepstep.join(build) as job:
+    for x in job.batches(torch.eye(4), 4, epochs=10**9):
+        with job.step():
+            job.model(x).square().mean().backward()
+            job.optimizer.step()
+        if job.steps == 2:
+            print("trains", flush=True)
+"""
+
 
 def run(tmp_path: Path, *launcher: str, arguments: tuple[str, ...] = ("0",)) -> tuple[str, str]:
     """Return what a script prints, sorted by line, and its errors."""
@@ -83,6 +104,26 @@ def test_a_script_runs_alone_and_again_after_an_error_and_by_torchrun(tmp_path: 
         f"rank {rank}: 10 steps, 2 ranks, {weight}" for rank in range(2)
     ]
     assert said.count("runs on 2 ranks, as torchrun has started them, without recovery") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_script_that_runs_alone(tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ENDLESS)
+    with subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    ) as script:
+        assert script.stdout is not None
+        try:
+            assert script.stdout.readline() == "trains\n"
+            script.send_signal(number)
+            assert script.wait(patient(30)) == -number
+        finally:
+            script.kill()
 
 
 def test_what_only_an_agent_can_do_is_refused() -> None:
