@@ -45,6 +45,7 @@ from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.stored.writer import ContentSum, publish, write_part
+from keepstep.log_format import log_to_stderr
 from keepstep.notices import leave_notices
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection
@@ -173,7 +174,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()
     die_with_parent(options.parent)
-    logging.basicConfig(format="keepstep checkpoint writer: %(message)s")
+    log_to_stderr(logging.WARNING, "checkpoint writer")
     yield_to_training()
     control = socket.socket(fileno=options.control)
     connection: Connection[WriterReply, WriterRequest] = Connection.over_pair(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -39,6 +40,9 @@ from keepstep.checkpoint.server.snapshot_memory import OwnShard, SnapshotMemory
 from keepstep.transport import FileRange, Identity, PeerUnavailable
 
 _RETRY_S = 0.1
+
+_OBSTACLE_LASTS_S = 10.0
+"""After this long an obstacle is told: what a node's loss puts in the way passes sooner."""
 
 # A core reads its share of the memory bus; more threads than these add nothing.
 _CHECKSUM_THREADS = 8
@@ -207,6 +211,7 @@ class Protection:
         What is in the way may pass: until the snapshot is protected, no newer one is taken.
         """
         has_table = False
+        hindered_at_s: float | None = None
         try:
             while not (stop.is_set() or given_up.is_set()):
                 try:
@@ -225,7 +230,10 @@ class Protection:
                         log.error("step %d is not protected: %s", snapshot.step, error)
                         return
                     if not stop.is_set():
-                        self._note_obstacle(snapshot, error)
+                        now_s = time.monotonic()
+                        if hindered_at_s is None:
+                            hindered_at_s = now_s
+                        self._note_obstacle(snapshot, error, now_s - hindered_at_s)
                     self._connections.retain_only(())
                 if has_table and self._parity.own_table(snapshot) is None:
                     return
@@ -252,8 +260,17 @@ class Protection:
                 self._parity.release(parity)
         return is_published
 
-    def _note_obstacle(self, snapshot: SnapshotId, error: Exception) -> None:
-        """Log what is in the way, once. Of a failure among the peers the agents learn."""
+    def _note_obstacle(self, snapshot: SnapshotId, error: Exception, hindered_s: float) -> None:
+        """Log what is in the way, once if it lasts. Of a failure among the peers the agents learn.
+
+        Args:
+            snapshot: what is not protected.
+            error: what is in the way now.
+            hindered_s: seconds since anything came in the way.
+        """
+        if hindered_s < _OBSTACLE_LASTS_S:
+            log.debug("step %d is not protected yet, trying again: %s", snapshot.step, error)
+            return
         text = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
         obstacle = (snapshot, text)
         is_failure = isinstance(error, SnapshotIncomplete) or isinstance(

@@ -39,6 +39,7 @@ from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
 from keepstep.checkpoint.server.restore_check import RestoreCheck
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.log_format import log_to_stderr
 from keepstep.notices import leave_notices
 from keepstep.processes import die_with_parent, set_title
 from keepstep.transport import Connection, Identity, Listener, listen, tcp_address_of
@@ -158,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent(options.parent)
     set_title(f"keepstep snapshot server of {options.node}", "keepstep.checkpoint.server.server")
-    logging.basicConfig(format="keepstep snapshot server: %(message)s")
+    log_to_stderr(logging.WARNING, "snapshot server")
     secret = bytes.fromhex(sys.stdin.readline().strip())
     config = ServerConfig(
         directory=options.directory,

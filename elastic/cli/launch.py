@@ -31,6 +31,7 @@ from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.log_files import VARIABLE as OUTPUTS_VARIABLE
 from keepstep.elastic.worker.log_files import Outputs
 from keepstep.elastic.worker.messages import Command, CommandKind
+from keepstep.log_format import log_to_stderr
 from keepstep.private_files import NotPrivate, run_directory
 from keepstep.processes import allow_all_descriptors, open_standard_descriptors
 
@@ -51,9 +52,7 @@ def launch(**options: Any) -> int:
         JobFailed: the job ended in failure.
     """
     open_standard_descriptors()
-    logging.basicConfig(
-        level=logging.INFO, format="[keepstep %(asctime)s] %(message)s", datefmt="%H:%M:%S"
-    )
+    log_to_stderr(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     command = parse_command(
         options["script"],

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from keepstep.log_format import log_line
 from keepstep.notices import NOTICES
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def _print_tasks() -> None:
         while (frame := getattr(coroutine, "cr_frame", None)) is not None:
             chain.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
             coroutine = getattr(coroutine, "cr_await", None)
-        print(f"[keepstep] {task.get_name()}: {' > '.join(chain)}", file=sys.stderr)
+        print(log_line(f"{task.get_name()}: {' > '.join(chain)}"), file=sys.stderr)
 
 
 class Signals:

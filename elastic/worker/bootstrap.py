@@ -37,6 +37,7 @@ from keepstep.elastic.worker.script_failure import (
     without_launcher,
 )
 from keepstep.elastic.worker.session import Session, open_session
+from keepstep.log_format import log_to_stderr_unless_configured
 from keepstep.notices import leave_notices, restore_notices
 from keepstep.processes import die_with_parent
 
@@ -57,6 +58,7 @@ _EXIT_OUTPUT_LOST = 120
 def main() -> None:
     """Run one worker, from warm-up to exit."""
     leave_notices()
+    log_to_stderr_unless_configured()
     die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
     command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND"))
     is_recorded = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))

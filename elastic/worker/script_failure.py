@@ -24,6 +24,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.elastic.errors import ElasticError, ReplicasDiverged, StepRejected, UsageError
 from keepstep.elastic.worker.messages import Failed, sendable
 from keepstep.elastic.worker.peer_failure import is_lost_peer, is_peer_failure, text_of
+from keepstep.log_format import log_line
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 # Keepstep, and what it calls on the way to its errors, such as contextlib. A dataclass makes code.
@@ -97,7 +98,7 @@ def flush_output() -> bool:
         except Exception as error:  # noqa: BLE001 - the script's own stream may raise anything
             is_complete = False
             with suppress(OSError):
-                os.write(2, f"[keepstep] output is lost: {error!r}\n".encode())
+                os.write(2, f"{log_line(f'output is lost: {error!r}')}\n".encode())
     return is_complete
 
 

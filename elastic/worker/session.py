@@ -41,6 +41,7 @@ from keepstep.elastic.worker.messages import (
 )
 from keepstep.elastic.worker.script_failure import flush_output
 from keepstep.elastic.worker.script_signals import end_unless_handled
+from keepstep.log_format import log_line
 from keepstep.monitor.progress import ProgressBoard
 from keepstep.processes import set_title
 from keepstep.transport import Connection, PeerUnavailable
@@ -284,7 +285,7 @@ class Session:
         if self._is_cut_off:
             text = _CUT_OFF
         shown = "".join(traceback.format_exception(error))
-        print(f"[keepstep] {text}: {shown}", file=sys.stderr, flush=True)
+        print(log_line(f"{text}: {shown}"), file=sys.stderr, flush=True)
         self.report(Failed(error=text, traceback=sendable(shown)))
         os._exit(EXIT_RECEIVING_FAILED)
 

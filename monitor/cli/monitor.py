@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from keepstep.log_format import log_to_stderr
 from keepstep.monitor.cli.options import Seconds, monitor_url, named
 from keepstep.monitor.errors import DumpUnreadable, MonitorError
 from keepstep.monitor.secret import bearer_token, job_secret
@@ -234,7 +235,7 @@ def _run(
     from keepstep.monitor.daemon.settings import Settings
     from keepstep.monitor.diagnosis.policy import EnforcementPolicy, Mode
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr(logging.INFO)
     name = node or socket.gethostname()
     settings = Settings(
         job=job,

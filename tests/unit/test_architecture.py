@@ -29,6 +29,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
     for room, allowed in {
         # What all others stand on.
         "private_files": "",
+        "log_format": "",
         "notices": "",
         "processes": "notices",
         "transport": "",
@@ -49,7 +50,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.server": (
             "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"
-            " checkpoint.stored notices processes transport"
+            " checkpoint.stored log_format notices processes transport"
         ),
         "checkpoint.collective": "checkpoint.layout checkpoint.live checkpoint.stored",
         "checkpoint.agreement": (
@@ -79,7 +80,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
             " checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
             " checkpoint.piece_exchange checkpoint.server checkpoint.state_mapping"
-            " checkpoint.stored notices processes transport"
+            " checkpoint.stored log_format notices processes transport"
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
@@ -131,7 +132,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "monitor.preflight": "monitor.errors monitor.secret transport",
         "monitor.cli": (
-            "monitor.contracts monitor.daemon monitor.diagnosis monitor.errors"
+            "log_format monitor.contracts monitor.daemon monitor.diagnosis monitor.errors"
             " monitor.preflight monitor.secret monitor.telemetry monitor.tree"
             " monitor.verdicts monitor.views monitor.watch"
         ),
@@ -144,8 +145,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "elastic.store": "elastic.errors notices private_files processes transport",
         "elastic.worker": (
-            "checkpoint.errors checkpoint.layout elastic.errors elastic.rendezvous monitor"
-            " monitor.errors monitor.progress monitor.telemetry notices processes transport"
+            "checkpoint.errors checkpoint.layout elastic.errors elastic.rendezvous log_format"
+            " monitor monitor.errors monitor.progress monitor.telemetry notices processes transport"
         ),
         "elastic.agent": (
             "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.server"
@@ -166,7 +167,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.cli": (
             "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
-            " monitor.contracts monitor.errors notices private_files processes transport"
+            " log_format monitor.contracts monitor.errors notices private_files processes transport"
         ),
         "elastic": "",
         # The front of it all.

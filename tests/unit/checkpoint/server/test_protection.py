@@ -94,8 +94,9 @@ def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
             may_end.release(2)
 
 
-def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("lasts", [True, False], ids=["lasting", "passing"])
+def test_what_stays_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, lasts: bool
 ) -> None:
     """Agents find out about the peer; anything else would go on without a word."""
     protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
@@ -110,6 +111,7 @@ def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
         return True
 
     monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
+    monkeypatch.setattr(protection_module, "_OBSTACLE_LASTS_S", 0.0 if lasts else 1e9)
     with opened(protected.put) as protection:
         compute_nothing(protection, monkeypatch)
         monkeypatch.setattr(protection._parity, "publish", publish)
@@ -117,10 +119,11 @@ def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
         protection.open_generation(PAIR)
         protection.protect(OLDER)
         assert protected.get(timeout=patient(60)) == OLDER
-    assert caplog.messages == [
+    told = [
         "step 1 is not protected yet, trying again: b: no room",
         "step 1 is not protected yet, trying again: b: damaged",
     ]
+    assert caplog.messages == (told if lasts else [])
 
 
 def test_snapshot_is_protected_when_what_was_lacking_is_there_again(
@@ -142,6 +145,7 @@ def test_snapshot_is_protected_when_what_was_lacking_is_there_again(
         return ()
 
     monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
+    monkeypatch.setattr(protection_module, "_OBSTACLE_LASTS_S", 0.0)
     with opened(protected.put) as protection:
         monkeypatch.setattr(protection, "_compute_shard_table", compute_table)
         monkeypatch.setattr(protection, "_encode", encode)

@@ -126,7 +126,7 @@ threading.Event().wait()
         assert not report.is_fatal
         code, printed = running.finish()
     assert code == EXIT_RECEIVING_FAILED
-    assert "[keepstep] this worker can no longer receive from its agent" in printed
+    assert "] this worker can no longer receive from its agent" in printed
     assert "RuntimeError: the communicator is in use" in printed
 
 

@@ -7,7 +7,7 @@ import pytest
 from ops.bench.chaos.leftovers import complaints, untold
 
 GOOD = """[keepstep 13:03:46] lease 5befa2035a7fec16 has ended; its workers stop, joining again
-keepstep snapshot server: step 56 is not protected yet, trying again: node a: is gone
+[keepstep 13:03:47] snapshot server: step 56 is not protected yet, trying again: node a: is gone
 [W1122 13:18:11.1 socket.cpp:207] [c10d] The hostname cannot be retrieved. err=-3
 keepstep: no coordinator
 """

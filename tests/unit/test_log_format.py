@@ -1,0 +1,51 @@
+"""Claims about the form of what keepstep's processes log."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from keepstep.log_format import log_line
+
+WORKER = "log_to_stderr_unless_configured()"
+
+
+@pytest.mark.parametrize(
+    ("setup", "shown"),
+    [
+        ("log_to_stderr(logging.INFO)", ["told", "alert"]),
+        ("log_to_stderr(logging.WARNING, 'snapshot server')", ["snapshot server: alert"]),
+        (WORKER, ["alert"]),
+    ],
+)
+def test_each_line_has_the_time_and_keepstep(setup: str, shown: list[str]) -> None:
+    lines = logged(setup)
+    assert [re.sub(r"^\[keepstep \d\d:\d\d:\d\d\] ", "@", line) for line in lines] == [
+        f"@{text}" for text in shown
+    ]
+
+
+def test_a_script_that_configures_logging_gets_each_message_once_in_its_own_form() -> None:
+    lines = logged(f"{WORKER}; logging.basicConfig(format='mine: %(message)s')")
+    assert lines == ["mine: alert"]
+
+
+def test_what_is_printed_has_the_same_form() -> None:
+    assert re.fullmatch(r"\[keepstep \d\d:\d\d:\d\d\] lost", log_line("lost"))
+
+
+def logged(setup: str) -> list[str]:
+    """Return the lines of a process that is set up so and logs two messages."""
+    code = f"""
+import logging
+from keepstep.log_format import *
+{setup}
+log = logging.getLogger("keepstep.monitor")
+log.info("told")
+log.warning("alert")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stderr.splitlines()
