@@ -636,7 +636,7 @@ class WorkerGroup:
 
 def _describe_failed_script(worker: Worker, failed: Failed) -> str:
     text = f"rank {worker.rank} on {_node_of(worker)}: {failed.error}"
-    return f"{text}\n{failed.traceback.rstrip()}"
+    return f"{text}\n{failed.traceback}".rstrip()
 
 
 def _describe_exit(worker: Worker, code: int) -> str:

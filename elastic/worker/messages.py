@@ -157,8 +157,9 @@ class Failed(Message, frozen=True, kw_only=True):
     """The script ended with an exception; the process ends next.
 
     Args:
-        error: its type and message, in one line.
-        traceback: the exception as Python shows it.
+        error: its type and message, in one line, with the line of the script where no traceback
+            follows.
+        traceback: the exception as Python shows it; "" where that says no more.
         is_fatal: the cause is what the user gave, so that another attempt would end alike.
         place: the exception's type, and the line that raised it; "" if what surrounds the job may
             be the cause, so that it may not come again.

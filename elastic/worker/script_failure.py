@@ -32,6 +32,8 @@ _NOT_THE_USERS = (
     "<string>",
     str(Path(keepstep.__file__).parent) + "/",
     sysconfig.get_path("stdlib") + "/",
+    # What keepstep reaches S3 by.
+    *(f"{sysconfig.get_path('purelib')}/{name}/" for name in ("botocore", "urllib3")),
 )
 
 
@@ -39,7 +41,7 @@ def without_launcher(error: BaseException) -> BaseException:
     """Return the exception with the frames of the user's script and below alone.
 
     Errors that keepstep raises on purpose explain themselves: where in the script they came from
-    stays, where in keepstep does not.
+    stays, where in keepstep does not, nor what keepstep caught there.
     """
     entries: list[TracebackType] = []
     entry = error.__traceback__
@@ -54,10 +56,27 @@ def without_launcher(error: BaseException) -> BaseException:
             for entry in entries
             if not entry.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS)
         ]
+        if error.__cause__ is not None and not any(map(_is_the_users, _causes_of(error))):
+            # `_chain_of` finds it still.
+            error.__context__, error.__cause__ = error.__cause__, None
     shown: TracebackType | None = None
     for entry in reversed(entries):
         shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return error.with_traceback(shown)
+
+
+def _is_the_users(error: BaseException) -> bool:
+    """Whether code that is not keepstep's has a part in an exception."""
+    return any(
+        not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _causes_of(error: BaseException) -> Iterator[BaseException]:
+    chain = _chain_of(error)
+    next(chain)
+    return chain
 
 
 def summary_of(error: BaseException) -> str:
@@ -105,16 +124,27 @@ def flush_output() -> bool:
 def failure_of(error: BaseException) -> Failed:
     """Return what the agent is told of an exception that ended the script.
 
+    One line says all of an error that explains itself: the message, and the line of the script.
+
     Args:
         error: as `without_launcher` returned it.
     """
+    summary, shown = summary_of(error), traceback_of(error)
+    if isinstance(error, CheckpointError | ElasticError) and not _has_more_to_show(error):
+        line = line_of(error)
+        summary, shown = (f"{summary} ({line})" if line else summary), ""
     return Failed(
-        error=sendable(summary_of(error)),
-        traceback=sendable(traceback_of(error)),
+        error=sendable(summary),
+        traceback=sendable(shown),
         is_fatal=is_fatal(error),
         place=sendable(place_of(error)),
         is_peer=is_lost_peer(error),
     )
+
+
+def _has_more_to_show(error: BaseException) -> bool:
+    has_context = error.__context__ is not None and not error.__suppress_context__
+    return error.__cause__ is not None or has_context or bool(getattr(error, "__notes__", ()))
 
 
 def place_of(error: BaseException) -> str:

@@ -44,6 +44,29 @@ def test_error_that_explains_itself_is_shown_with_the_line_of_the_script_only() 
     assert text.endswith("ftp:// is not supported; use a path, file://, s3:// or gs://\n")
 
 
+def test_what_keepstep_caught_is_not_shown_and_one_line_says_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError) as seen:
+        open_storage(str(tmp_path / "file" / "below")).probe_writable()
+    assert isinstance(seen.value.__cause__, OSError)
+    error = without_launcher(seen.value)
+    assert "files.py" not in traceback_of(error)
+    assert "direct cause" not in traceback_of(error)
+    told = script_failure.failure_of(error)
+    assert told.traceback == ""
+    assert str(tmp_path / "file") in told.error
+    assert told.error.endswith(f" ({script_failure.line_of(error)})")
+    assert "test_script_failure.py" in told.error
+
+
+def test_what_the_script_raised_is_shown_as_the_cause_of_keepsteps_error(tmp_path: Path) -> None:
+    code = "from keepstep.checkpoint.errors import CheckpointError\n"
+    code += "try:\n    {}['x']\nexcept KeyError as e:\n    raise CheckpointError('y') from e\n"
+    told = script_failure.failure_of(failure_of(tmp_path, code))
+    assert "KeyError: 'x'" in told.traceback
+    assert told.traceback.count("train.py") == 2
+
+
 def test_other_error_is_shown_with_all_frames() -> None:
     with pytest.raises(AttributeError) as seen:
         open_storage(7)  # type: ignore[arg-type]
