@@ -28,8 +28,8 @@ from keepstep.elastic.cli.signals import Signals
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.log_files import DEFAULT_DIRECTORY, Outputs
 from keepstep.elastic.worker.log_files import VARIABLE as OUTPUTS_VARIABLE
-from keepstep.elastic.worker.log_files import Outputs
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.log_format import log_to_stderr
 from keepstep.private_files import NotPrivate, run_directory
@@ -287,4 +287,4 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
 def _log_directory(options: Mapping[str, Any]) -> Path:
     """Return where workers' output goes if --log-dir names no other place."""
     job = options["job"] or options["rdzv_id"] or Path(options["script"]).stem
-    return Path("keepstep-logs") / job
+    return Path(DEFAULT_DIRECTORY) / job

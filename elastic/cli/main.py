@@ -354,6 +354,23 @@ def evict(
     click.echo(evict_node(find_job(store, job, secret_file), node, reason, undo=undo))
 
 
+@main.command()
+@click.option("--job", help="Name of the job.  [default: the one that has written last]")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="The rank.  [default: the lowest with a file]"
+)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what it writes, until Ctrl-C.")
+def logs(job: str | None, rank: int | None, follow: bool) -> None:
+    """Print the newest output of a rank that --redirects or --tee has sent to keepstep-logs/JOB."""
+    from keepstep.elastic.cli.logs import find_directory, follow_log, print_log
+
+    directory = find_directory(job, Path())
+    if follow:
+        follow_log(directory, rank)
+    else:
+        print_log(directory, rank)
+
+
 _STORE = click.option(
     "--store",
     metavar="URL",

@@ -20,7 +20,10 @@ VARIABLE = "KEEPSTEP_OUTPUTS"
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _RANKS = re.compile(r"(\d+(,\d+)*)?")
-_NAME = re.compile(r"generation-\d+-rank-\d+-std(out|err)\.log")
+_NAME = re.compile(r"generation-(\d+)-rank-(\d+)-std(out|err)\.log")
+
+DEFAULT_DIRECTORY = "keepstep-logs"
+"""The directory, in the current one, that has one of files for each job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,21 @@ def _copy(stream: TextIO, path: Path) -> None:
     assert copier.stdin is not None
     os.dup2(copier.stdin.fileno(), stream.fileno())
     copier.stdin.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """A file that `redirect` has made."""
+
+    path: Path
+    generation: int
+    rank: int
+
+
+def log_files(directory: Path) -> list[LogFile]:
+    """Return the files of workers' output in a directory; none if there is no such directory."""
+    found = ((path, _NAME.fullmatch(path.name)) for path in directory.glob("*.log"))
+    return [LogFile(path, int(match[1]), int(match[2])) for path, match in found if match]
 
 
 def copies_output(command: Sequence[str]) -> bool:
