@@ -188,7 +188,7 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
 def top(url: str, job: str | None, secret_file: Path | None, once: bool) -> None:
     """Show live ranks, steps, step times and verdicts in the terminal."""
     from keepstep.monitor.cli.top import show
-    from keepstep.monitor.telemetry.ring_files import recorded_jobs
+    from keepstep.monitor.telemetry.ring_files import running_jobs
 
     address, _, fragment = url.partition("#")
     if fragment:
@@ -196,12 +196,12 @@ def top(url: str, job: str | None, secret_file: Path | None, once: bool) -> None
             "--url has a token, which every user of this machine can see in the list of processes; "
             "leave it out from the # on: top derives it from the secret (--job, --secret-file)"
         )
-    recorded = recorded_jobs() if job is None else ()
-    if len(recorded) > 1:
+    running = running_jobs() if job is None else ()
+    if len(running) > 1:
         raise click.UsageError(
-            f"several jobs are recorded on this machine: {', '.join(recorded)}; give --job"
+            f"several jobs are recorded on this machine: {', '.join(running)}; give --job"
         )
-    name = job or (recorded[0] if recorded else "default")
+    name = job or (running[0] if running else "default")
     show(address, job_secret(name, secret_file), once=once)
 
 

@@ -60,6 +60,29 @@ def recorded_jobs() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if _has_rings(base_directory() / name)))
 
 
+def running_jobs() -> tuple[str, ...]:
+    """Return those recorded jobs of which a process lives: a job that was killed leaves its rings."""
+    return tuple(name for name in recorded_jobs() if _is_running(base_directory() / name))
+
+
+def _is_running(directory: Path) -> bool:
+    try:
+        return any(_is_alive(path) for path in ring_paths(directory))
+    except RingUnreadable:
+        return False
+
+
+def _is_alive(path: Path) -> bool:
+    try:
+        reader = RingReader(path)
+    except (RingUnreadable, OSError):
+        return False
+    try:
+        return reader.is_alive()
+    finally:
+        reader.close()
+
+
 def _has_rings(directory: Path) -> bool:
     try:
         return bool(ring_paths(directory))

@@ -11,6 +11,7 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
+from tests.patience import patient
 
 
 class Blocks(torch.Tensor):
@@ -85,7 +86,7 @@ def test_an_optimizer_whose_slots_are_made_of_tensors_resumes_exactly(
     saved, loaded = trained(4), trained(steps_before)
     handle = checkpoint.save(str(tmp_path), saved, step=4, block=block)  # type: ignore[call-overload]
     if handle is not None:
-        handle.wait(60)
+        handle.wait(patient(60))
     checkpoint.load(str(tmp_path), loaded)
     slot = loaded["optimizer"].state[loaded["model"].weight]["sum"]
     assert (type(slot), slot.signed) == (Blocks, True)

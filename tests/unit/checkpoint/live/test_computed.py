@@ -17,6 +17,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
+from tests.patience import patient
 
 
 class WithExtraState(nn.Linear):
@@ -165,7 +166,7 @@ def test_a_module_gets_what_its_state_dict_computes(
     _changed(saved[1])
     handle = checkpoint.save(str(tmp_path), {"model": saved}, step=1, block=block)  # type: ignore[call-overload]
     if handle is not None:
-        handle.wait(60)
+        handle.wait(patient(60))
     checkpoint.load(str(tmp_path), {"model": loaded})
     assert _content(loaded[1]) == _as_loaded(make)
     assert torch.equal(loaded[0].weight, saved[0].weight)

@@ -18,6 +18,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.live.storable import may_overlap
+from tests.patience import patient
 
 
 class Opaque(torch.Tensor):
@@ -184,7 +185,7 @@ def test_a_view_of_one_element_is_saved_and_filled_with_any_stride(
     saved, loaded = make(), torch.zeros_like(make(), memory_format=torch.preserve_format)
     handle = checkpoint.save(str(tmp_path), {"x": saved}, step=1, block=block)  # type: ignore[call-overload]
     if handle is not None:
-        handle.wait(60)
+        handle.wait(patient(60))
     view = make()
     view.zero_()
     for target in (loaded, view):

@@ -33,6 +33,7 @@ from keepstep.monitor.telemetry.ring_files import (
     create_ring,
     job_directory,
     recorded_jobs,
+    running_jobs,
 )
 from keepstep.monitor.telemetry.ring_reader import LaneReader, RingReader
 from tests.unit.monitor.telemetry.ring.rings import IDENTITY, SMALL, damaged, operate
@@ -45,6 +46,16 @@ def test_jobs_that_have_rings_are_listed_by_name(base: Path) -> None:
     (base / "empty").mkdir()
     (base / "file").touch()
     assert recorded_jobs() == ("job", "other")
+
+
+def test_job_whose_processes_have_ended_is_recorded_and_does_not_run(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_ring(WorkerIdentity("job", 0, "node-a", generation=1, world_size=1), SMALL).close()
+    assert running_jobs() == ("job",)
+    monkeypatch.setattr(RingReader, "is_alive", lambda _: False)
+    assert running_jobs() == ()
+    assert recorded_jobs() == ("job",)
 
 
 def test_reader_gets_what_the_writer_wrote(ring: Ring) -> None:
