@@ -106,8 +106,8 @@ class Simulation:
         """Those that are on their way, and when each arrives."""
         self._told_at_order: SnapshotId | None = None
         self._servers_at_order: set[str] = set()
-        self.announced_unasked = 0
-        """The newest step that counted as committed although an older one was to be stored."""
+        self._unasked: dict[int, int] = {}
+        """The newest step of a generation that counted although an older one was to be stored."""
         self.left_overdue: set[str] = set()
         """Nodes that have left because their time to leave was up."""
         self._losses = 0
@@ -232,7 +232,8 @@ class Simulation:
 
     def note_unasked(self, snapshot: SnapshotId) -> None:
         """Note a commit that may free what is to be stored before a node is asked to store it."""
-        self.announced_unasked = max(self.announced_unasked, snapshot.step)
+        known = self._unasked.get(snapshot.generation, 0)
+        self._unasked[snapshot.generation] = max(known, snapshot.step)
 
     # Disasters
 
@@ -504,7 +505,7 @@ class Simulation:
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
             allowed = ["the storage is away", "was gone", "had not taken"]
-            if after.store_failure.step <= self.announced_unasked:
+            if after.store_failure.step <= self._unasked.get(after.generation_number, 0):
                 allowed.append("is not held here")
             must(
                 any(text in reason for text in allowed),
@@ -536,7 +537,7 @@ class Simulation:
         """The next job under this name begins anew, with storage of its own."""
         self.opened.clear()
         self.aborted.clear()
-        self.announced_unasked = 0
+        self._unasked.clear()
         self._restored.clear()
         self.storage = Storage()
 
