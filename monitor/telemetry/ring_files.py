@@ -61,7 +61,7 @@ def recorded_jobs() -> tuple[str, ...]:
 
 
 def running_jobs() -> tuple[str, ...]:
-    """Return those recorded jobs of which a process lives: a job that was killed leaves its rings."""
+    """Return the recorded jobs of which a process lives; one that was killed leaves its rings."""
     return tuple(name for name in recorded_jobs() if _is_running(base_directory() / name))
 
 
