@@ -139,12 +139,21 @@ def check_subclasses(stored: Json, live: Mapping[str, Json]) -> None:
             )
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a subclass has memory of its own, and does not wrap others."""
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 def _obstacle(tensor: torch.Tensor) -> str | None:
     """Return why a tensor cannot be stored, in words; None if it can."""
     kind = type(tensor)
     if tensor.is_nested:
         return "a nested tensor cannot be stored; store its values and its offsets"
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    has_own_operations = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if has_own_operations and not _has_memory(tensor):
         return (
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored here: it is made of other "
             "tensors; store these, or convert it to a plain tensor. Those that say of which "

@@ -108,7 +108,7 @@ class Reserved:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         with ReservedPort() as other:
-            self.number = port or other.number
+            self.address, self.number = other.address, port or other.number
 
     def close(self) -> None:
         pass

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
@@ -38,6 +39,23 @@ class Opaque(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes)
         raise NotImplementedError(str(func))
+
+
+class Watched(torch.Tensor):
+    """Has memory of its own, and sees its operations."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_dispatch():
+            return func(*args, **(kwargs or {}))
+
+
+def test_tensor_of_a_subclass_with_memory_of_its_own_is_stored(tmp_path: Path) -> None:
+    kept = torch.Tensor._make_subclass(Watched, torch.arange(4.0))
+    checkpoint.save(str(tmp_path), {"x": kept}, step=1)
+    restored = torch.zeros(4)
+    checkpoint.load(str(tmp_path), {"x": restored})
+    assert restored.tolist() == [0, 1, 2, 3]
 
 
 def _freed() -> torch.Tensor:
