@@ -616,8 +616,8 @@ class Simulation:
         Whatever the coordinator was told of it. Args as for `check_told`.
         """
         old, order = view.generation, view.abort_order
-        if old is None:
-            return
+        if old is None or self.view.generation_number != old.generation:
+            return  # Memory has gone on since, and what is decided on this view is refused.
         held = self.newest_held(old, view)
         if order is not None and not order.all_fenced and held is not None:
             # What a lost member has sealed after the order may be what an abort left behind.
