@@ -741,7 +741,7 @@ MUTANTS: dict[str, Patch] = {
 
 NOTICING_SEEDS = {
     "names_what_its_server_has_freed": 906,
-    "frees_what_it_is_asked_to_store": 473,
+    "frees_what_it_is_asked_to_store": 359,
     "removes_a_job_that_somebody_has_joined": 256,
     "leader_does_not_depend_on_having_the_lead": 166,
     "releases_a_buffer_that_is_granted": 146,

@@ -106,8 +106,8 @@ class Simulation:
         """Those that are on their way, and when each arrives."""
         self._told_at_order: SnapshotId | None = None
         self._servers_at_order: set[str] = set()
-        self._unasked: dict[int, int] = {}
-        """The newest step of a generation that counted although an older one was to be stored."""
+        self.announced_unasked = 0
+        """The newest step that counted as committed although an older one was to be stored."""
         self.left_overdue: set[str] = set()
         """Nodes that have left because their time to leave was up."""
         self._losses = 0
@@ -232,8 +232,7 @@ class Simulation:
 
     def note_unasked(self, snapshot: SnapshotId) -> None:
         """Note a commit that may free what is to be stored before a node is asked to store it."""
-        known = self._unasked.get(snapshot.generation, 0)
-        self._unasked[snapshot.generation] = max(known, snapshot.step)
+        self.announced_unasked = max(self.announced_unasked, snapshot.step)
 
     # Disasters
 
@@ -505,7 +504,7 @@ class Simulation:
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
             allowed = ["the storage is away", "was gone", "had not taken"]
-            if after.store_failure.step <= self._unasked.get(after.generation_number, 0):
+            if after.store_failure.step <= self.announced_unasked:
                 allowed.append("is not held here")
             must(
                 any(text in reason for text in allowed),
@@ -537,7 +536,7 @@ class Simulation:
         """The next job under this name begins anew, with storage of its own."""
         self.opened.clear()
         self.aborted.clear()
-        self._unasked.clear()
+        self.announced_unasked = 0
         self._restored.clear()
         self.storage = Storage()
 
