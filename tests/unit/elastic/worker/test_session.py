@@ -280,7 +280,7 @@ _CLOSES = """
 import os
 from keepstep.elastic.worker.messages import Failed
 
-os.closerange(3, 256)
+os.closerange(3, 65536)
 """
 
 
