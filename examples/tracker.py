@@ -23,7 +23,7 @@ import keepstep
 
 
 class Record(Protocol):
-    """What a tracker writes to; of W&B `run.step` and `run.log(values, step=step)`."""
+    """The written part of a tracker; W&B has `run.step` and `run.log(values, step=step)`."""
 
     def last_step(self) -> int:
         """Return the last step that it has; 0: none."""

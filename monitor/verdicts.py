@@ -67,7 +67,7 @@ _REMEDIES: Mapping[Syndrome, str] = {
     Syndrome.LOSS_SPIKE: "look at the loss curve and at this step's batch",
     Syndrome.SILENT_CORRUPTION: "take the node out, and check it with `keepstep doctor`",
 }
-"""What to do about each syndrome where nothing can be done automatically."""
+"""Advice for each syndrome about which nothing can be done automatically."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Verdict:
 
     @property
     def instruction(self) -> str:
-        """What a person should do now, in one sentence."""
+        """Advice for a person, in one sentence."""
         ranks = ", ".join(map(str, self.subject.ranks[:4]))
         match self.advice:
             case Advice.OBSERVE:

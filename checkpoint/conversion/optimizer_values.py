@@ -1,4 +1,4 @@
-"""What other tools' formats have in the place of encoded values of optimizers. Pure."""
+"""Replaces encoded values of optimizers by what other tools' formats have for them. Pure."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from keepstep.checkpoint.layout.source import Source
 MODEL, OPTIMIZER = MODEL_PREFIX.rstrip("/"), OPTIMIZER_PREFIX.rstrip("/")
 
 _NAMES_OF_PARAMETERS = "param_names"
-"""What PyTorch keeps in a group beside hyperparameters, where an optimizer was given names."""
+"""Names that PyTorch keeps in a group beside hyperparameters, if an optimizer was given names."""
 
 _MOST_NAMES = 4
 """How many names a line has; of others it says how many there are."""
@@ -28,7 +28,7 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What a state asks a checkpoint for.
+    """Names all that a state asks a checkpoint for.
 
     Attributes:
         names: top-level names; a name may have slashes.
@@ -151,7 +151,7 @@ def _counted(counts: Iterable[int]) -> Iterator[str]:
 
 
 class _Comparison:
-    """What `differences` compares, each with what is looked up in it."""
+    """Holds the names that `differences` compares, each with what is looked up in it."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ _OF_TORCH = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "torch.fx.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedTensors:
-    """What a module's `state_dict` returned, and which of it is not the module's memory.
+    """Holds what a module's `state_dict` returned, and which of it is not the module's memory.
 
     Attributes:
         model: the module.

@@ -1,4 +1,4 @@
-"""What an optimizer's `state_dict` has beside the slots of parameters and the groups.
+"""Captures and restores an optimizer's state beside the slots of parameters and the groups.
 
 Such are entries of `state` that are keyed by no parameter, numbers of a subclass's own, and all
 that an optimizer around another one keeps. It is stored as the slot `state_dict` of the optimizer's
@@ -33,7 +33,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is stored of an optimizer's `state_dict` beside slots and groups.
+    """Holds what is stored of an optimizer's `state_dict` beside slots and groups.
 
     Attributes:
         document: what is no tensor, as JSON.

@@ -30,7 +30,7 @@ _PARAMETER = "$parameter"
 _OBJECT = "$object"
 _SUBCLASS = "$subclass"
 _OWN_STATE = frozenset({"__slots__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"})
-"""What a class has whose objects are more than their attributes, or less."""
+"""Methods of classes whose objects are more than their attributes, or less."""
 
 _MOST_NBYTES = 1 << 20
 

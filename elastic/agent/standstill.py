@@ -25,10 +25,10 @@ from keepstep.monitor.node.stacks import dump
 log = logging.getLogger("keepstep")
 
 _FRAMES = 12
-"""Of one rank in a message, which the coordinator has to hold; the log has as many."""
+"""How much of a rank's stack a message has: the coordinator has to hold it."""
 _RANKS_IN_SHORT = 8
 _BELOW_SCRIPT = "(<frozen runpy>:"
-"""What runs the script says nothing; innermost frames come first."""
+"""Frames of the code that runs the script, which tell nothing; innermost frames come first."""
 _LIBRARIES = tuple(
     {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
     | {os.path.dirname(path) for path in keepstep.__path__}

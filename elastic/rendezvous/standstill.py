@@ -27,7 +27,7 @@ from keepstep.elastic.rendezvous.records import (
 EVIDENCE_S = 15.0
 """How long the leader waits for the stacks of the other members; each takes a second or two."""
 _MOST_MESSAGES = 8
-"""Of so many nodes the stacks are told; in a large job most ranks wait in the same place."""
+"""How many nodes' stacks are told: in a large job most ranks wait in the same place."""
 
 
 @dataclass(frozen=True, slots=True)

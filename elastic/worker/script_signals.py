@@ -1,4 +1,4 @@
-"""What signals that announce a node's end do in a process whose script has joined the job.
+"""Leaves signals that announce a node's end to the agent, once a script has joined the job.
 
 From then on the agent alone answers them: it has the newest state stored or handed over. A handler
 that the script has installed, before or after, is called as in any process. What the script starts

@@ -135,7 +135,7 @@ def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class MatrixInputs:
-    """What `delay_matrices` is computed from: copies, in bounded number.
+    """Holds the input of `delay_matrices`: copies, in bounded number.
 
     Args:
         ranks: their newest operations.

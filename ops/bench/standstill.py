@@ -103,7 +103,7 @@ class Run:
 
     @property
     def printed(self) -> str:
-        """What the agent and the workers have printed."""
+        """Output of the agent and of the workers."""
         return self._agent.read_text(errors="replace")
 
     @property

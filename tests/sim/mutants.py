@@ -618,7 +618,7 @@ def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumes_from_what_members_were_told_only(patch: pytest.MonkeyPatch) -> None:
-    """What all of them hold was sealed when the coordinator, or the leader, was not reached."""
+    """A snapshot that all hold was sealed while the coordinator, or the leader, was not reached."""
     right = opening.newest_restorable
 
     def wrong(view: View, generation: Generation) -> SnapshotCommit | None:

@@ -58,7 +58,7 @@ DISTURBED_TICKS = 80
 CALM_TICKS = 400
 MORE_STEPS = 2
 OUTAGES = ("stops", "dies", "is mute", "loses all")
-"""Of the whole coordinator: if it stops, all leases end when it returns; if it dies, none does."""
+"""Outages of the whole coordinator: if it stops, all leases end with them; if it dies, none."""
 
 
 class Simulation:

@@ -32,7 +32,7 @@ def new_url() -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a state consists of: names of weights, ties, the optimizer's parameters, the rest.
+    """Names what a state consists of: weights, ties, the optimizer's parameters, the rest.
 
     `tied` maps a weight to the one that it is. `values` has tensors (of one number), JSON and
     mappings.

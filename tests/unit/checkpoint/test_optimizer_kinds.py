@@ -142,7 +142,7 @@ class GroupTensors(OfEachParameter):
 
 
 class Projection:
-    """What an optimizer keeps of a parameter as an object, as GaLore does."""
+    """An object that an optimizer keeps of a parameter, as GaLore does."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         self.matrix = matrix

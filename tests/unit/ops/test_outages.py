@@ -1,4 +1,4 @@
-"""What outages.py counts of the steps that ranks have completed."""
+"""Claims about how outages.py counts the steps that ranks have completed."""
 
 from ops.bench.outages import Line, gap_s, recomputed
 

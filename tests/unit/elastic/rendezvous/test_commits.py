@@ -130,7 +130,7 @@ def test_a_commit_that_is_written_and_not_to_be_stored_holds_nothing_back() -> N
 def test_in_an_outage_of_the_coordinator_commits_are_held_back_for_two_seconds_at_most(
     sent: Persist | Commit | None,
 ) -> None:
-    """What nodes protect after that would be lost if all leases end with the outage."""
+    """Newer snapshots would be lost if all leases end with the outage."""
     announcements, due = Announcements(), due_view()
     if sent is not None:
         announcements.note_sent(sent)
