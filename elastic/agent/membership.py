@@ -25,7 +25,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -194,11 +194,7 @@ class Membership:
                 case RemoveFinishedJob(transaction):
                     await self._write_until_known(transaction)
                 case RestoreJob(parts):
-                    log.warning(
-                        "the coordinator has lost job %s; restoring its keys", self._keys.job
-                    )
-                    for part in parts:
-                        await self._write_until_known(part)
+                    await self._restore(parts)
                 case AwaitPredecessor(predecessor):
                     await self._await_predecessor(predecessor, time.monotonic() - began_s)
                 case Join() if keeps_state:
@@ -214,6 +210,23 @@ class Membership:
                     break
         assert self.view.secret is not None, "nobody joins without writing or reading the secret"
         return decode_secret(self.view.secret)
+
+    async def restore_job(self) -> None:
+        """Write the job's keys at once if the coordinator has lost them.
+
+        A node that comes to it first would begin the job anew while this one still stops its
+        workers. Where the coordinator does not answer, the next membership sees to it.
+        """
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
+                view = await self._reader.before_joining(View())
+                if self.held is not None and standing.is_forgotten(view, self.held):
+                    await self._restore(transactions.restore_job(self._keys, view, self.held))
+
+    async def _restore(self, parts: Sequence[Transaction]) -> None:
+        log.warning("the coordinator has lost job %s; restoring its keys", self._keys.job)
+        for part in parts:
+            await self._write_until_known(part)
 
     async def _await_predecessor(self, predecessor: NodeRecord, waited_s: float) -> None:
         """Revoke the lease of a dead agent of this node's name, or wait for it to end."""

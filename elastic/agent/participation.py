@@ -153,6 +153,7 @@ class Participation:
                         return self._end_with(result)
                     log.error("%s; its workers stop, joining again", lost)
                     member_until_s = time.monotonic()
+                    await self._node.membership.restore_job()
                     await self._end_work()
                 except StoreUnavailable as unavailable:
                     # Other nodes wait for the end of an outage as well.

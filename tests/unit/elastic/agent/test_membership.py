@@ -45,6 +45,7 @@ from keepstep.elastic.store.contract import (
 )
 from keepstep.elastic.store.memory import MemoryStore
 from tests.patience import patient
+from tests.unit.elastic.rendezvous.test_standing import held_view
 
 RECORD = NodeRecord(
     node="a",
@@ -436,6 +437,26 @@ def test_state_is_carried_into_the_next_membership_of_the_same_job_only() -> Non
         member = joining(another, secret)
         assert await member.join() != secret
         assert member.record.sealed == ()
+
+    asyncio.run(scenario())
+
+
+def test_job_that_the_coordinator_has_lost_is_restored_before_others_begin_it_anew() -> None:
+    held = held_view()
+
+    async def scenario() -> None:
+        empty = MemoryStore()
+        lost = Membership(
+            empty, "job", POLICY, RECORD, 30.0, lambda: None, publish_nothing, held=held
+        )
+        await lost.restore_job()
+        newcomer = membership_of(empty, OTHER)
+        assert (await newcomer.join()).hex().encode() == held.secret
+        assert newcomer.view.generation == held.generation
+        # Once it is there it is left alone.
+        before = newcomer.view.revision
+        await lost.restore_job()
+        assert (await empty.read("/", limit=1)).revision == before
 
     asyncio.run(scenario())
 

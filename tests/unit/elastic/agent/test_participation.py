@@ -124,6 +124,28 @@ def test_node_that_is_declared_gone_joins_again_while_the_job_goes_on(tmp_path: 
     play(scenario())
 
 
+def test_job_that_was_lost_with_the_lease_is_restored_before_the_workers_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    async def scenario() -> None:
+        async with participating(tmp_path) as participation:
+            Lost(participation, View())
+
+            async def note(what: str) -> None:
+                done.append(what)
+
+            monkeypatch.setattr(
+                participation._node.membership, "restore_job", lambda: note("restored")
+            )
+            participation._end_work = lambda: note("ended")  # type: ignore[method-assign]
+            assert await participation.run()
+
+    play(scenario())
+    assert done == ["restored", "ended"]
+
+
 @pytest.mark.parametrize("error", [UsageError, StoreUnavailable, SnapshotUnavailable, LeaseLost])
 @pytest.mark.parametrize("task", ["membership", "servers"])
 def test_error_that_ends_a_nodes_part_is_raised_as_it_is_and_not_in_a_group(
