@@ -285,7 +285,9 @@ class LiveStateReader:
                 live += parameters.describe(name, value)
             elif not isinstance(value, torch.Tensor | None):
                 raise LayoutMismatch(
-                    f"model/{name}: extra state of type {type(value).__name__} cannot be stored"
+                    f"model/{name}: extra state of type {type(value).__name__} cannot be stored; "
+                    "have get_extra_state return a tensor, or pass the value under a name of its "
+                    'own beside "model"'
                 )
         live += parameters.describe_units()
         for unit in parameters.units:
