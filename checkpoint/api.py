@@ -53,10 +53,12 @@ from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.documents import VALUES
 from keepstep.checkpoint.layout.quantized import is_quantized
 from keepstep.checkpoint.layout.source import Source, TensorSpec
+from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.computed import fit_computed
+from keepstep.checkpoint.live.fills import Fill, fill
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills, unmatched
+from keepstep.checkpoint.live.restore import plan_fills, unmatched
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER

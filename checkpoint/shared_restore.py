@@ -51,7 +51,7 @@ from keepstep.checkpoint.layout.hand_on import (
 )
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.layout.source import BoxRequest
-from keepstep.checkpoint.live.restore import Fill, fill
+from keepstep.checkpoint.live.fills import Fill, fill
 from keepstep.checkpoint.shared_metadata import SharedListings
 from keepstep.checkpoint.stored.chunking import chunks_over
 from keepstep.checkpoint.stored.reader import StoredCheckpoint

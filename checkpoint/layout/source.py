@@ -2,7 +2,7 @@
 
 Pure. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Zarr,
 `keepstep.checkpoint.memory.memory_source.MemorySource` over snapshot servers;
-`keepstep.checkpoint.live.restore.fill` fills live tensors from either.
+`keepstep.checkpoint.live.fills.fill` fills live tensors from either.
 """
 
 from __future__ import annotations

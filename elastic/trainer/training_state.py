@@ -26,15 +26,17 @@ from keepstep.checkpoint.layout.completeness import MODEL, OPTIMIZER, Requested,
 from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
 from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
 from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.computed import ComputedTensors, fit_computed, is_extra_state
+from keepstep.checkpoint.live.fills import Fill, fill
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.optimizer_rest import parameters_of
 from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
-from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
+from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of, placed_like
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value

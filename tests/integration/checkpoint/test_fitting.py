@@ -14,7 +14,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
-from keepstep.checkpoint.live.restore import allocate
+from keepstep.checkpoint.live.allocation import allocate
 from tests.integration.checkpoint.tied import trained
 
 

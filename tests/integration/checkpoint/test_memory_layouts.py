@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
+from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
+from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId

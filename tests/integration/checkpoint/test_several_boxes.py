@@ -13,7 +13,8 @@ from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.copier import Snapshotter
-from keepstep.checkpoint.live.restore import fill, plan_fills
+from keepstep.checkpoint.live.fills import fill
+from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource

@@ -29,8 +29,9 @@ from keepstep.checkpoint.layout.descriptions import Descriptions, describing_doc
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.layout.planner import plan_reads
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
+from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.placement import local_box
-from keepstep.checkpoint.live.restore import fill, plan_fills
+from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 from keepstep.checkpoint.memory.arena import box_bytes
 from keepstep.checkpoint.stored import chunking, writer

@@ -24,8 +24,9 @@ from keepstep.checkpoint import Descriptions, Part, PartTable
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.descriptions import describing_documents
 from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.restore import fill, plan_fills
+from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,

@@ -19,7 +19,7 @@ from keepstep.checkpoint.errors import (
     RankFailed,
 )
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.live.restore import Fill
+from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.shared_metadata import open_together
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together

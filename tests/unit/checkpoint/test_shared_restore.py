@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from keepstep.checkpoint import shared_restore
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.live.restore import Fill
+from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor, torch_dtype
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.stored.reader import StoredCheckpoint

@@ -15,9 +15,11 @@ from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 from keepstep.checkpoint.foreign.contents import has_tensor
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.layout.completeness import ONLY_MODEL
+from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
+from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
+from keepstep.checkpoint.live.restore import plan_fills
 from tests.opened_checkpoints import open_foreign
 from tests.patience import patient
 from tests.unit.checkpoint.foreign.written import tensor_of

@@ -14,8 +14,10 @@ from torch import nn
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
 from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
-from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
+from keepstep.checkpoint.live.fills import fill
+from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.memory import memory_source
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource, nearest_first
 from keepstep.checkpoint.memory.messages import ShardBox
