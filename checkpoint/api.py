@@ -30,7 +30,12 @@ from keepstep.checkpoint.collective_plan import (
     merge_reports,
     report_parts,
 )
-from keepstep.checkpoint.conversion.dequantized import Dequantized, dequantized, fitted
+from keepstep.checkpoint.conversion.dequantized import (
+    Dequantized,
+    dequantized,
+    describe_dequantized,
+    fitted,
+)
 from keepstep.checkpoint.conversion.opened import Opened, without_wrapper_names
 from keepstep.checkpoint.conversion.request import configuration
 from keepstep.checkpoint.conversion.respelling import Respelled
@@ -403,14 +408,12 @@ def _load_by_each(
     assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)
 
     def fill_tensors(source: Source, live: LiveState, requested: Requested) -> str:
-        def fill_own() -> int:
+        def fill_own() -> str:
             fitting = _fitted(live, source, requested, options)
             fill(_planned(live, fitting, requested, options), fitting)
-            return len(fitting.weights) if isinstance(fitting, Dequantized) else 0
+            return describe_dequantized(fitting) if isinstance(fitting, Dequantized) else ""
 
-        count = on_all_ranks(fill_own)
-        told = f"; dequantized {count} weights" if count else ""
-        return f"from {opened.format_name}{told}"
+        return f"from {opened.format_name}{on_all_ranks(fill_own)}"
 
     loaded = _fill_state(
         lambda: source, opened.format_name, url, state, options, fill_tensors, opened.left_out

@@ -121,6 +121,13 @@ class Dequantized:
         )
 
 
+def describe_dequantized(source: Dequantized) -> str:
+    """Return what was made of quantized weights, and what was left out for it, for a log line."""
+    scales = [key for weight in source.weights.values() for key in weight.of_activations]
+    left = f", left out {len(scales)} scales of activations ({scales[0]}, ...)" if scales else ""
+    return f"; dequantized {len(source.weights)} weights{left}"
+
+
 def dequantized(source: Source) -> Source:
     """Return a source with all weights plain whose quantization is known."""
     documents = source.documents

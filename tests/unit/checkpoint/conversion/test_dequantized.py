@@ -308,6 +308,16 @@ def test_another_format_keeps_what_is_known_of_the_quantization(
     assert "dequantized 1 weights" in caplog.text
 
 
+def test_scales_of_activations_that_a_dequantized_layer_has_no_place_for_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, layer, _ = float8_blocks()
+    url = folder_of(tmp_path / "folder", config, layer)
+    with caplog.at_level(logging.INFO, "keepstep"):
+        checkpoint.load(url, {"model": plain()}, convert=True)
+    assert "left out 1 scales of activations (model/layer.activation_scale, ...)" in caplog.text
+
+
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_rounding_leaves_scales_and_codes(name: str, tmp_path: Path) -> None:
     if name in KNOWN:
