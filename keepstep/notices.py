@@ -60,20 +60,24 @@ def restore_notices() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
 
-def obey_parent_alone() -> None:
-    """Ignore them in this process, except for SIGTERM from its parent, which ends it.
+def obey_owner_alone(owner: int) -> None:
+    """Ignore them in this process, except for SIGTERM from the process that owns it.
 
-    For the workers of a data loader, which is how their parent may end them. Programs that this
-    process starts have them blocked.
+    For the workers of a data loader, which is how their owner may end them. It need not be their
+    parent: with a fork server that is another process. Programs that this process starts have them
+    blocked.
+
+    Args:
+        owner: the owner's process id.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
-    threading.Thread(target=_obey, args=(os.getppid(),), name="notices", daemon=True).start()
+    threading.Thread(target=_obey, args=(owner,), name="notices", daemon=True).start()
 
 
-def _obey(parent: int) -> None:
+def _obey(owner: int) -> None:
     while True:
         notice = signal.sigwaitinfo(NOTICES)
-        if notice.si_signo == signal.SIGTERM and notice.si_pid == parent:
+        if notice.si_signo == signal.SIGTERM and notice.si_pid == owner:
             os._exit(0)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keepstep.notices import obey_parent_alone
+from keepstep.notices import obey_owner_alone
 
 _INIT = "worker_init_fn"
 
@@ -13,12 +14,13 @@ _INIT = "worker_init_fn"
 class _Start:
     """Runs first in each process; the process may receive it pickled."""
 
-    def __init__(self, init: Callable[[int], None] | None) -> None:
+    def __init__(self, init: Callable[[int], None] | None, owner: int) -> None:
         self._init = init
+        self._owner = owner
 
     def __call__(self, worker: int) -> None:
         # The step under way would fail with its loader, while its node hands over.
-        obey_parent_alone()
+        obey_owner_alone(self._owner)
         if self._init is not None:
             self._init(worker)
 
@@ -28,4 +30,4 @@ def with_prepared_workers(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Signals that announce a node's end are left to the agent.
     """
-    return {**options, _INIT: _Start(options.get(_INIT))}
+    return {**options, _INIT: _Start(options.get(_INIT), os.getpid())}

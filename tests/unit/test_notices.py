@@ -23,7 +23,7 @@ reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     os.close(writer)
-    notices.obey_parent_alone()
+    notices.obey_owner_alone(os.getppid())
     os.write(1, b"%d\\n" % os.getpid())
     os.read(reader, 1)
     os._exit(7)
