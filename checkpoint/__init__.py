@@ -29,8 +29,8 @@ from keepstep.checkpoint.errors import (
     SnapshotUnavailable,
     StateChanged,
 )
-from keepstep.checkpoint.layout.descriptions import Average, Descriptions, Scale
-from keepstep.checkpoint.layout.part_table import Part, PartTable
+from keepstep.checkpoint.format.layout.descriptions import Average, Descriptions, Scale
+from keepstep.checkpoint.format.layout.part_table import Part, PartTable
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.api import SaveHandle, Saver, load, save

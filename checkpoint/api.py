@@ -1,6 +1,6 @@
 """Saves and loads checkpoints without agents or snapshot servers, on one process or collectively.
 
-If there is a process group, ranks plan a save together (`keepstep.checkpoint.collective_plan`), and
+If there is a process group, ranks plan a save together (`checkpoint.ranks.collective_plan`), and
 again only when a rank's boxes have changed. Each rank writes tensor bytes directly to storage, or
 by way of one other rank where shards are small or form no regular grid. A load reads each stored
 byte on one rank, which hands it on to the others.
@@ -16,37 +16,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, Self, TypeVar, overload
 
-from keepstep.checkpoint.agreement import (
-    load_newest_intact,
-    older_steps,
-    on_all_ranks,
-    on_all_ranks_gathering,
-    on_all_ranks_telling,
-)
-from keepstep.checkpoint.collective import rank, union_of_all_ranks
-from keepstep.checkpoint.collective_plan import (
-    agree_on_save,
-    boxes_reader,
-    merge_reports,
-    report_parts,
-)
-from keepstep.checkpoint.conversion.dequantized import (
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, LeftOut, summary
+from keepstep.checkpoint.convert.read.opening import NamedForeign, format_before
+from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.read.recognition import Recognized
+from keepstep.checkpoint.convert.write.dequantized import (
     Dequantized,
     dequantized,
     describe_dequantized,
     fitted,
 )
-from keepstep.checkpoint.conversion.opened import Opened, without_wrapper_names
-from keepstep.checkpoint.conversion.request import configuration
-from keepstep.checkpoint.conversion.respelling import Respelled
-from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
+from keepstep.checkpoint.convert.write.opened import Opened, without_wrapper_names
+from keepstep.checkpoint.convert.write.request import configuration
+from keepstep.checkpoint.convert.write.respelling import Respelled
+from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
 from keepstep.checkpoint.errors import RulesInvalid
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint, LeftOut, summary
-from keepstep.checkpoint.foreign.opening import NamedForeign, format_before
-from keepstep.checkpoint.foreign.rank_cuts import RankRules
-from keepstep.checkpoint.foreign.recognition import Recognized
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.completeness import (
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.completeness import (
     OPTIMIZER,
     Requested,
     has_optimizer_state,
@@ -54,24 +40,24 @@ from keepstep.checkpoint.layout.completeness import (
     not_requested,
     taken_names,
 )
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.documents import VALUES
-from keepstep.checkpoint.layout.quantized import is_quantized
-from keepstep.checkpoint.layout.source import Source, TensorSpec
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.format.layout.documents import VALUES
+from keepstep.checkpoint.format.layout.quantized import is_quantized
+from keepstep.checkpoint.format.layout.source import Source, TensorSpec
+from keepstep.checkpoint.format.stored.chunking import Compression
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import missing
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.strict_json import to_strict_json
+from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.computed import fit_computed
 from keepstep.checkpoint.live.fills import Fill, fill
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import plan_fills, unmatched
-from keepstep.checkpoint.live.tensors import LiveState
-from keepstep.checkpoint.saving.handle import SaveHandle
-from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
-from keepstep.checkpoint.saving.saver import Saver, told_failure
-from keepstep.checkpoint.shared_foreign import find_foreign_together, open_foreign_together
-from keepstep.checkpoint.shared_metadata import find_together, open_together
-from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
-from keepstep.checkpoint.state_mapping import (
+from keepstep.checkpoint.live.state_mapping import (
     StateMapping,
     capture,
     check_mutable,
@@ -80,13 +66,27 @@ from keepstep.checkpoint.state_mapping import (
     optimizer_orders,
     requested_by,
 )
-from keepstep.checkpoint.stored.chunking import Compression
-from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import missing
-from keepstep.checkpoint.stored.storage import Storage, open_storage
-from keepstep.checkpoint.stored.strict_json import to_strict_json
-from keepstep.checkpoint.stored.writer import publish, write_part
+from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.checkpoint.ranks.agreement import (
+    load_newest_intact,
+    older_steps,
+    on_all_ranks,
+    on_all_ranks_gathering,
+    on_all_ranks_telling,
+)
+from keepstep.checkpoint.ranks.collective import rank, union_of_all_ranks
+from keepstep.checkpoint.ranks.collective_plan import (
+    agree_on_save,
+    boxes_reader,
+    merge_reports,
+    report_parts,
+)
+from keepstep.checkpoint.ranks.shared_foreign import find_foreign_together, open_foreign_together
+from keepstep.checkpoint.ranks.shared_metadata import find_together, open_together
+from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
+from keepstep.checkpoint.saving.handle import SaveHandle
+from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
+from keepstep.checkpoint.saving.saver import Saver, told_failure
 
 log = logging.getLogger("keepstep")
 

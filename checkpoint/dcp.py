@@ -50,10 +50,22 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.completeness import shortened
-from keepstep.checkpoint.layout.documents import PROVENANCE
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.format.layout.completeness import shortened
+from keepstep.checkpoint.format.layout.documents import PROVENANCE
+from keepstep.checkpoint.format.layout.source import BoxRequest
+from keepstep.checkpoint.format.stored.chunking import (
+    ChunkPlan,
+    Compression,
+    StoredTensor,
+    check_compression,
+    plan_chunks,
+)
+from keepstep.checkpoint.format.stored.manifest import StoredObject
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.storable import check_fillable, check_storable, check_text
@@ -65,18 +77,6 @@ from keepstep.checkpoint.live.tensors import (
     plain,
     torch_dtype,
 )
-from keepstep.checkpoint.stored.chunking import (
-    ChunkPlan,
-    Compression,
-    StoredTensor,
-    check_compression,
-    plan_chunks,
-)
-from keepstep.checkpoint.stored.manifest import StoredObject
-from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.checkpoint.stored.writer import publish, write_part
 
 log = logging.getLogger("keepstep")
 

@@ -13,7 +13,7 @@ import matplotlib
 from rich.console import Console
 
 from examples.local_cluster import LocalCluster, read_steps, script
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.elastic.cli.status import recoveries
 from keepstep.elastic.rendezvous.records import Recovery
 from keepstep.elastic.rendezvous.view import View

@@ -143,7 +143,7 @@ class LocalCluster:
 
     def snapshot_servers_of(self, node: str) -> list[psutil.Process]:
         """Return a node's snapshot server, none while it is replaced."""
-        return self._processes_of(node, "keepstep.checkpoint.server.server")
+        return self._processes_of(node, "keepstep.checkpoint.snapshot.server.server")
 
     def _processes_of(self, node: str, module: str) -> list[psutil.Process]:
         return [

@@ -47,8 +47,8 @@ _SCHEDULES = (
 )
 _RENDEZVOUS = (_CASES, "tests/unit/elastic/rendezvous", _SCHEDULES)
 _DIAGNOSIS = "tests/unit/monitor/diagnosis"
-_MEMORY = "tests/unit/checkpoint/memory"
-_STORED = "tests/unit/checkpoint/stored"
+_MEMORY = "tests/unit/checkpoint/snapshot/memory"
+_STORED = "tests/unit/checkpoint/format/stored"
 _ON_DISK = "tests/integration/checkpoint"
 SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "decide": ("elastic/rendezvous/decide.py", _RENDEZVOUS),
@@ -73,27 +73,27 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "retention": (
-        "checkpoint/memory/snapshot_table.py",
+        "checkpoint/snapshot/memory/snapshot_table.py",
         (f"{_MEMORY}/test_snapshot_table.py", _SCHEDULES),
     ),
     "protection": (
-        "checkpoint/server/protection.py",
-        ("tests/unit/checkpoint/server", f"{_ON_DISK}/test_protection.py"),
+        "checkpoint/snapshot/server/protection.py",
+        ("tests/unit/checkpoint/snapshot/server", f"{_ON_DISK}/test_protection.py"),
     ),
     "restore_check": (
-        "checkpoint/server/restore_check.py",
-        ("tests/unit/checkpoint/server/test_restore_check.py",),
+        "checkpoint/snapshot/server/restore_check.py",
+        ("tests/unit/checkpoint/snapshot/server/test_restore_check.py",),
     ),
     "files": (
-        "checkpoint/stored/files.py",
+        "checkpoint/format/stored/files.py",
         (f"{_STORED}/test_files.py", f"{_ON_DISK}/test_storages.py", _STORED),
     ),
     "pruning": (
-        "checkpoint/stored/pruning.py",
+        "checkpoint/format/stored/pruning.py",
         (f"{_STORED}/test_pruning.py", f"{_ON_DISK}/test_housekeeping.py"),
     ),
     "writer": (
-        "checkpoint/stored/writer.py",
+        "checkpoint/format/stored/writer.py",
         (
             f"{_STORED}/test_commit.py",
             f"{_STORED}/test_requests.py",

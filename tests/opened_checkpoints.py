@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.checkpoint.conversion.opened import Opened, locate, open_place
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import locate_foreign, open_located
-from keepstep.checkpoint.foreign.rank_cuts import RankRules
-from keepstep.checkpoint.foreign.recognition import Format
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
+from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.read.recognition import Format
+from keepstep.checkpoint.convert.write.opened import Opened, locate, open_place
 
 
 def open_any(url: str, parameter_names: Sequence[str] | None = None) -> Opened:

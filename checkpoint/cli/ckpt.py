@@ -25,16 +25,16 @@ from keepstep.checkpoint.cli.other_formats import (
     what_is_at,
 )
 from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
-from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMissing,
     CheckpointTooNew,
     FormatUnsupported,
 )
-from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
-from keepstep.checkpoint.layout.retention import Retention
-from keepstep.checkpoint.stored.housekeeping import (
+from keepstep.checkpoint.format.content_check import check_content
+from keepstep.checkpoint.format.layout.documents import CONFIG, PROVENANCE
+from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
     copy,
@@ -42,11 +42,15 @@ from keepstep.checkpoint.stored.housekeeping import (
     remove,
     summarize,
 )
-from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import is_committed, list_steps, missing
-from keepstep.checkpoint.stored.strict_json import to_strict_json
+from keepstep.checkpoint.format.stored.object_names import StoredStep
+from keepstep.checkpoint.format.stored.pruning import (
+    GRACE_S,
+    RetentionPolicy,
+    checkpoints_to_remove,
+)
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import is_committed, list_steps, missing
+from keepstep.checkpoint.format.stored.strict_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")
 _GENERATION = click.option(

@@ -17,7 +17,9 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
-from keepstep.checkpoint.conversion.conversion import (
+from keepstep.checkpoint.convert.read.foreign_source import LeftOut
+from keepstep.checkpoint.convert.read.recognition import Format
+from keepstep.checkpoint.convert.write.conversion import (
     Target,
     convert,
     documents_of,
@@ -26,18 +28,16 @@ from keepstep.checkpoint.conversion.conversion import (
     target_at,
     work_nbytes,
 )
-from keepstep.checkpoint.conversion.opened import Opened, Place, locate
-from keepstep.checkpoint.conversion.request import ConversionRequest, configuration
-from keepstep.checkpoint.conversion.rules_given import report
-from keepstep.checkpoint.conversion.selection import Selection
-from keepstep.checkpoint.conversion.trusted import code_in, run_code
-from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
+from keepstep.checkpoint.convert.write.opened import Opened, Place, locate
+from keepstep.checkpoint.convert.write.request import ConversionRequest, configuration
+from keepstep.checkpoint.convert.write.rules_given import report
+from keepstep.checkpoint.convert.write.selection import Selection
+from keepstep.checkpoint.convert.write.trusted import code_in, run_code
+from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
-from keepstep.checkpoint.foreign.foreign_source import LeftOut
-from keepstep.checkpoint.foreign.recognition import Format
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import CONFIG
-from keepstep.checkpoint.layout.quantized import FLOATS
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.documents import CONFIG
+from keepstep.checkpoint.format.layout.quantized import FLOATS
 
 _MOST_BY_NAME = 3
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

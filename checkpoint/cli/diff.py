@@ -8,10 +8,10 @@ import click
 
 from keepstep.checkpoint.cli.convert import configuration_in
 from keepstep.checkpoint.cli.output import echo, print_json
-from keepstep.checkpoint.conversion.comparison import compare_any
-from keepstep.checkpoint.conversion.opened import locate
-from keepstep.checkpoint.conversion.request import ConversionRequest
-from keepstep.checkpoint.foreign.recognition import Format
+from keepstep.checkpoint.convert.read.recognition import Format
+from keepstep.checkpoint.convert.write.comparison import compare_any
+from keepstep.checkpoint.convert.write.opened import locate
+from keepstep.checkpoint.convert.write.request import ConversionRequest
 
 
 @click.command()

@@ -13,12 +13,9 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
-from keepstep.checkpoint.conversion.conversion import nbytes_of
-from keepstep.checkpoint.conversion.verification import nbytes_of_files, verify_foreign
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
-from keepstep.checkpoint.foreign.files import open_files
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import (
+from keepstep.checkpoint.convert.read.files import open_files
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.convert.read.opening import (
     NamedForeign,
     all_foreign,
     files_of,
@@ -27,10 +24,13 @@ from keepstep.checkpoint.foreign.opening import (
     locate_foreign,
     open_located,
 )
-from keepstep.checkpoint.foreign.recognition import Format, Recognized
-from keepstep.checkpoint.layout.documents import CONFIG
-from keepstep.checkpoint.stored.steps import newest
-from keepstep.checkpoint.stored.strict_json import to_strict_json
+from keepstep.checkpoint.convert.read.recognition import Format, Recognized
+from keepstep.checkpoint.convert.write.conversion import nbytes_of
+from keepstep.checkpoint.convert.write.verification import nbytes_of_files, verify_foreign
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.format.layout.documents import CONFIG
+from keepstep.checkpoint.format.stored.steps import newest
+from keepstep.checkpoint.format.stored.strict_json import to_strict_json
 
 _MOST_LOOKED_AT = 200
 

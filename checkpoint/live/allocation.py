@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.documents import MASTERS, SCALARS, TIED
-from keepstep.checkpoint.layout.encoded_values import noted_slots, slots_within
-from keepstep.checkpoint.layout.names import MODEL_PREFIX
-from keepstep.checkpoint.layout.source import Source, TensorSpec
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.described import Tie, master_of, stored_parameter
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.format.layout.documents import MASTERS, SCALARS, TIED
+from keepstep.checkpoint.format.layout.encoded_values import noted_slots, slots_within
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.format.layout.source import Source, TensorSpec
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_rest import (
     REST,

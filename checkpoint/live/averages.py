@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from keepstep.checkpoint.layout.descriptions import Average
-from keepstep.checkpoint.layout.names import MODEL_PREFIX
-from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.format.layout.descriptions import Average
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.format.layout.source import TensorSpec
 from keepstep.checkpoint.live.model_parameters import name_cleaner
 
 

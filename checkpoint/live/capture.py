@@ -19,15 +19,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.descriptions import (
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.descriptions import (
     NOT_DESCRIBED,
     Descriptions,
     describing_documents,
 )
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, SUBCLASSES, TIED, WITHOUT_SLOTS
-from keepstep.checkpoint.layout.names import is_text
-from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.format.layout.documents import (
+    GROUPS,
+    SCALARS,
+    SUBCLASSES,
+    TIED,
+    WITHOUT_SLOTS,
+)
+from keepstep.checkpoint.format.layout.names import is_text
+from keepstep.checkpoint.format.layout.source import TensorSpec
 from keepstep.checkpoint.live.averages import averages_in, stored_averages
 from keepstep.checkpoint.live.computed import ComputedFinder, ComputedTensors
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.names import MODEL_PREFIX
-from keepstep.checkpoint.layout.source import BoxRequest, Source
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     as_bytes,

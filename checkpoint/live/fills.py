@@ -1,6 +1,6 @@
 """Fills live tensors with boxes of a source, by one rank alone.
 
-All ranks fill theirs together in `keepstep.checkpoint.shared_restore`.
+All ranks fill theirs together in `keepstep.checkpoint.ranks.shared_restore`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.source import BoxRequest, Source
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from keepstep.checkpoint.live.tensors import (
     LiveTensor,
     as_bytes,

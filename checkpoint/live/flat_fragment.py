@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.fragments import boxes_of_range
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.fragments import boxes_of_range
 from keepstep.checkpoint.live.tensors import LiveTensor, offset_nbytes
 
 

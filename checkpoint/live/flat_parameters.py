@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.wrapper_names import without_wrappers
+from keepstep.checkpoint.format.layout.wrapper_names import without_wrappers
 from keepstep.checkpoint.live.computed import has_foreign_hooks, is_overridden
 from keepstep.checkpoint.live.flat_fragment import describe_range
 from keepstep.checkpoint.live.tensors import LiveTensor, local_of

@@ -13,8 +13,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.format.layout.wrapper_names import PARALLEL, without_wrappers
 from keepstep.checkpoint.live.flat_parameters import (
     FlatUnit,
     HeldRange,

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.described import stored_parameter
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
-from keepstep.checkpoint.layout.encoded_values import Decoder, slots_within
-from keepstep.checkpoint.layout.names import MODEL_PREFIX, is_text
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.described import stored_parameter
+from keepstep.checkpoint.format.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.format.layout.encoded_values import Decoder, slots_within
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX, is_text
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_rest import REST, load_rest
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of

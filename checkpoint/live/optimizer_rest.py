@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_state import (
     is_divided,

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.live.fills import Fill, fill
 
 _ALIGNMENT = 16

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.described import part_table_of
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions, matching
-from keepstep.checkpoint.layout.part_table import PartTable
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.described import part_table_of
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions, matching
+from keepstep.checkpoint.format.layout.part_table import PartTable
 from keepstep.checkpoint.live.flat_fragment import empty_box
 from keepstep.checkpoint.live.placement import local_boxes_of_parts
 from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, offset_nbytes

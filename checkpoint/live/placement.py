@@ -14,9 +14,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.integers import ceil_div
-from keepstep.checkpoint.layout.part_table import PartTable
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.integers import ceil_div
+from keepstep.checkpoint.format.layout.part_table import PartTable
 
 
 def local_box(

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.release import release_of
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.release import release_of
 from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 
 

@@ -1,7 +1,7 @@
 """Plans what a source fills of a live state, after a check that it fits.
 
 Missing optimizer slots are made before (`allocation`). What is planned is then filled by each rank
-for itself (`fills`), or by all ranks together (`keepstep.checkpoint.shared_restore`).
+for itself (`fills`), or by all ranks together (`keepstep.checkpoint.ranks.shared_restore`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Self
 import torch
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.completeness import ONLY_MODEL, Requested, differences
-from keepstep.checkpoint.layout.documents import PARTS, SUBCLASSES
-from keepstep.checkpoint.layout.dtypes import is_convertible
-from keepstep.checkpoint.layout.source import BoxRequest, Source
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.completeness import ONLY_MODEL, Requested, differences
+from keepstep.checkpoint.format.layout.documents import PARTS, SUBCLASSES
+from keepstep.checkpoint.format.layout.dtypes import is_convertible
+from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.overlaps import check_overlaps
 from keepstep.checkpoint.live.part_slices import check_parts
@@ -132,7 +132,7 @@ class _Matched:
         return cls(by_key, {key: matcher.find(tensor) for key, tensor in by_key.items()}, matcher)
 
     def differences(self, state: LiveState, source: Source, requested: Requested) -> list[str]:
-        """See `keepstep.checkpoint.layout.completeness.differences`."""
+        """See `keepstep.checkpoint.format.layout.completeness.differences`."""
         filled = {
             key: None if origin is None else origin.key for key, origin in self.origins.items()
         }

@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.described import (
+from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.described import (
     Tie,
     is_wider,
     logical_shape_of,
@@ -22,9 +22,9 @@ from keepstep.checkpoint.layout.described import (
     stored_parameter,
     tie_of,
 )
-from keepstep.checkpoint.layout.documents import MASTERS, PADDING, SCALES, TIED
-from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX, parameter_of
-from keepstep.checkpoint.layout.source import Source, TensorSpec
+from keepstep.checkpoint.format.layout.documents import MASTERS, PADDING, SCALES, TIED
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX, parameter_of
+from keepstep.checkpoint.format.layout.source import Source, TensorSpec
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 
 

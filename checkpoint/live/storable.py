@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.names import is_text
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.names import is_text
 
 
 def check_storable(key: str, local: torch.Tensor) -> None:

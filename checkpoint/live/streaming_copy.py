@@ -17,8 +17,8 @@ from functools import cache
 import torch
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.isal import isal
 from keepstep.checkpoint.live.tensors import bytes_of, is_plain
+from keepstep.checkpoint.snapshot.isal import isal
 
 _LEAST_NBYTES = 2**20
 """Smaller ones are copied together: each call of its own needs the GIL again."""

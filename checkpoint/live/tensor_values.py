@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.encoded_values import SLOT, TENSOR, Decoder, encode_value
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.encoded_values import SLOT, TENSOR, Decoder, encode_value
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.storable import check_storable, is_made_of_tensors
 from keepstep.checkpoint.live.tensors import bytes_of, dtype_name, local_of, torch_dtype

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json, overlapping
-from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, overlapping
+from keepstep.checkpoint.format.layout.source import TensorSpec
 from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.storable import check_storable
 

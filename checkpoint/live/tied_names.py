@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.described import slot_key, tie_of
-from keepstep.checkpoint.layout.documents import TIED
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX, parameter_of
-from keepstep.checkpoint.layout.source import BoxRequest, Source
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.described import slot_key, tie_of
+from keepstep.checkpoint.format.layout.documents import TIED
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX, parameter_of
+from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from keepstep.checkpoint.live.source_match import Origin, SourceMatcher
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from keepstep.checkpoint.layout.boxes import Entry, Json
-from keepstep.checkpoint.stored.shared_plan import TensorPlan, WriterPlan
+from keepstep.checkpoint.format.layout.boxes import Entry, Json
+from keepstep.checkpoint.format.stored.shared_plan import TensorPlan, WriterPlan
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
 
@@ -52,7 +52,7 @@ class PartReport:
         name: of the part's listing.
         nbytes: size of the listing.
         crc32c: checksum of the listing.
-        content: sum of the hashes of the part's chunks; see `keepstep.checkpoint.layout`.
+        content: sum of the hashes of the part's chunks; see `keepstep.checkpoint.format.layout`.
         documents: the rank's documents, without those that another rank sends; None for none.
     """
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 
-from keepstep.checkpoint.collective_plan import PlanCache
+from keepstep.checkpoint.format.stored.last_part import LastPart
+from keepstep.checkpoint.ranks.collective_plan import PlanCache
 from keepstep.checkpoint.saving.saver import Saver
-from keepstep.checkpoint.stored.last_part import LastPart
 
 _EXIT_TIMEOUT_S = 600.0
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from keepstep.checkpoint.collective_plan import SharedPlan
-from keepstep.checkpoint.layout.boxes import Box, Entry
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.integers import round_up
+from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.integers import round_up
 from keepstep.checkpoint.live.packing import ALIGNMENT, pack
 from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.ranks.collective_plan import SharedPlan
 from keepstep.checkpoint.saving.messages import PartPlan
 
 

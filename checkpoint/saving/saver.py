@@ -24,20 +24,22 @@ from typing import Self
 
 import torch
 
-from keepstep.checkpoint.agreement import on_all_ranks
-from keepstep.checkpoint.collective import default_store, rank, world_size
-from keepstep.checkpoint.collective_plan import (
+from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.format.stored.chunking import Compression
+from keepstep.checkpoint.live.shared_buffer import SharedBuffer
+from keepstep.checkpoint.live.state_mapping import StateMapping, capture
+from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.live.versions import WatchedTensors
+from keepstep.checkpoint.ranks.agreement import on_all_ranks
+from keepstep.checkpoint.ranks.collective import default_store, rank, world_size
+from keepstep.checkpoint.ranks.collective_plan import (
     PlanCache,
     SharedPlan,
     agree_on_save,
 )
-from keepstep.checkpoint.errors import CheckpointError, RankFailed
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.live.shared_buffer import SharedBuffer
-from keepstep.checkpoint.live.tensors import LiveTensor
-from keepstep.checkpoint.live.versions import WatchedTensors
-from keepstep.checkpoint.piece_exchange import PieceExchange
+from keepstep.checkpoint.ranks.piece_exchange import PieceExchange
 from keepstep.checkpoint.saving.background import (
     QUIET_PARTS,
     BackgroundSaver,
@@ -49,9 +51,7 @@ from keepstep.checkpoint.saving.commit_round import as_told_by
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
-from keepstep.checkpoint.server.memory_budget import available_nbytes
-from keepstep.checkpoint.state_mapping import StateMapping, capture
-from keepstep.checkpoint.stored.chunking import Compression
+from keepstep.checkpoint.snapshot.server.memory_budget import available_nbytes
 
 log = logging.getLogger("keepstep")
 

@@ -16,14 +16,19 @@ import socket
 from collections.abc import Callable, Sequence
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.layout.boxes import Box, Entry
-from keepstep.checkpoint.layout.content_digest import (
+from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.content_digest import (
     DIGEST,
     digest_document,
     sum_of,
 )
-from keepstep.checkpoint.layout.documents import merged_documents
-from keepstep.checkpoint.memory.arena import Arena, Bytes, box_bytes
+from keepstep.checkpoint.format.layout.documents import merged_documents
+from keepstep.checkpoint.format.stored.last_part import LastPart
+from keepstep.checkpoint.format.stored.manifest import StoredObject
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.transfer_memory import TransferPool
+from keepstep.checkpoint.format.stored.writer import ContentSum, publish, write_part
 from keepstep.checkpoint.saving.messages import (
     WRITER_PROTOCOL,
     Failed,
@@ -38,13 +43,8 @@ from keepstep.checkpoint.saving.messages import (
     WriterRequest,
     Written,
 )
-from keepstep.checkpoint.server.priority import yield_to_training
-from keepstep.checkpoint.stored.last_part import LastPart
-from keepstep.checkpoint.stored.manifest import StoredObject
-from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.checkpoint.stored.transfer_memory import TransferPool
-from keepstep.checkpoint.stored.writer import ContentSum, publish, write_part
+from keepstep.checkpoint.snapshot.memory.arena import Arena, Bytes, box_bytes
+from keepstep.checkpoint.snapshot.server.priority import yield_to_training
 from keepstep.log_format import log_to_stderr
 from keepstep.notices import leave_notices
 from keepstep.processes import die_with_parent

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker.messages import Command
 

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.messages import (
     AlreadyStored,
     Persisted,
     PersistFailed,
     Protected,
     RestoreChecked,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import (

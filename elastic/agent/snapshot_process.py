@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.memory.erasure_group import ErasureGroup
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
+from keepstep.checkpoint.snapshot.memory.messages import (
     CONTROL_PROTOCOL,
     AgentCommand,
     AgentReply,
@@ -45,8 +45,8 @@ from keepstep.checkpoint.memory.messages import (
     Serving,
     Verify,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.records import (
@@ -159,7 +159,7 @@ class SnapshotProcess:
         with server_end, notices_blocked():
             process = subprocess.Popen(  # noqa: ASYNC220 - takes milliseconds, once
                 module_command(
-                    "keepstep.checkpoint.server.server", "--directory", str(directory),
+                    "keepstep.checkpoint.snapshot.server.server", "--directory", str(directory),
                     "--host", host, "--node", node, "--control", str(server_end.fileno()),
                     "--parent", str(os.getpid()), "--ranks", str(workers),
                     "--exchange-limit", str(limits.exchange),

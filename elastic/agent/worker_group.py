@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from keepstep.checkpoint.layout.retention import Retention
+from keepstep.checkpoint.format.layout.retention import Retention
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.phase_reports import PhaseReports
 from keepstep.elastic.agent.supervisor import (

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.orphans import orphans_ended
 from keepstep.elastic.agent.supervisor import worker_environment

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.partitions import Partition
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.names import is_text
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.names import is_text
 from keepstep.elastic.errors import UsageError
 
 _PAIRS = "$pairs"

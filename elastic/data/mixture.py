@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Generic, TypeVar
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.datasets import PartitionReader, Source
 from keepstep.elastic.data.order import mix
 from keepstep.elastic.data.partitions import Partition

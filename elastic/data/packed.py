@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.datasets import PartitionReader
 from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.sources import AnySource, as_source

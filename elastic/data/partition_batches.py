@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.collation import (
     Collate,
     ShareCollate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.order import mix, permute, share
 from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.sample_randomness import seed_generators

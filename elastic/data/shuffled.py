@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.datasets import PartitionReader
 from keepstep.elastic.data.order import permute
 from keepstep.elastic.data.partitions import Partition

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.datasets import Dataset, Positioned, Source, Stream, is_stream
 from keepstep.elastic.data.order import mix, permute, share
 from keepstep.elastic.data.partitions import Partition

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.datasets import Positioned
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.data.known_streams import (

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
 
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.parity.groups import group_nodes
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.parity.groups import group_nodes
 from keepstep.elastic.rendezvous.rank_limits import (
     ANY_NUMBER,
     RankLimits,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.errors import StepRejected, UsageError
 
 _MAD_OF_A_NORMAL_DISTRIBUTION = 0.6745

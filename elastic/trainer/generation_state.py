@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
-from keepstep.checkpoint.collective import all_gather_json
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.ranks.collective import all_gather_json
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, UsageError

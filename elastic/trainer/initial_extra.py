@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.distributed.tensor import DTensor
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.state import Stateful

@@ -7,8 +7,8 @@ import operator
 import os
 from typing import Literal, get_args
 
-from keepstep.checkpoint.layout.retention import Retention
-from keepstep.checkpoint.stored.chunking import Compression, check_compression
+from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.stored.chunking import Compression, check_compression
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer.bad_steps import BadSteps

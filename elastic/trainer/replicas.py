@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from keepstep import monitor
-from keepstep.checkpoint.collective import all_gather_json
 from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
 from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.ranks.collective import all_gather_json
 from keepstep.elastic.errors import ReplicasDiverged
 from keepstep.elastic.rendezvous.records import ReplicaComparison
 from keepstep.elastic.trainer.process_groups import World

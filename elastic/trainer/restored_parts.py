@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.completeness import shortened
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.completeness import shortened
 
 
 def check_schedulers(stored: Collection[Json], count: int, step: int) -> None:

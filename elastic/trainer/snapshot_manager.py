@@ -19,23 +19,23 @@ import torch
 import torch.distributed as dist
 
 from keepstep import monitor
-from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
-from keepstep.checkpoint.collective import are_so_on_any_rank, rank, union_of_all_ranks
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
     SnapshotUnavailable,
     StateChanged,
 )
+from keepstep.checkpoint.format.stored import housekeeping
+from keepstep.checkpoint.format.stored.object_names import StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.copier import Snapshotter
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.shared_metadata import open_together
-from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
-from keepstep.checkpoint.stored import housekeeping
-from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.ranks.agreement import agreed_steps, load_newest_intact, on_all_ranks
+from keepstep.checkpoint.ranks.collective import are_so_on_any_rank, rank, union_of_all_ranks
+from keepstep.checkpoint.ranks.shared_metadata import open_together
+from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.api import LoadOptions, load_state
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.descriptions import Descriptions
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.descriptions import Descriptions
 from keepstep.elastic.data.json_values import from_json_value
 from keepstep.elastic.errors import UsageError
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import World
 

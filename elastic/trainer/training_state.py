@@ -19,13 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from keepstep.checkpoint.collective import world_size
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.completeness import MODEL, OPTIMIZER, Requested, taken_names
-from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
-from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
-from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.completeness import MODEL, OPTIMIZER, Requested, taken_names
+from keepstep.checkpoint.format.layout.documents import CONFIG, PROVENANCE
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
+from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.computed import ComputedTensors, fit_computed, is_extra_state
@@ -38,6 +37,7 @@ from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of, placed_like
+from keepstep.checkpoint.ranks.collective import world_size
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.data.position import NO_POSITION, IndexedPass, Position, StreamPosition

@@ -46,8 +46,8 @@ _WARM_MODULES = (
     "torch.distributed.fsdp",
     "torch.utils.data",
     "keepstep.checkpoint.live.copier",
-    "keepstep.checkpoint.stored.reader",
-    "keepstep.checkpoint.memory.memory_source",
+    "keepstep.checkpoint.format.stored.reader",
+    "keepstep.checkpoint.snapshot.memory.memory_source",
     "keepstep.elastic.trainer.join",
 )
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from keepstep.checkpoint.layout.retention import Retention
+from keepstep.checkpoint.format.layout.retention import Retention
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     ReplicaComparison,

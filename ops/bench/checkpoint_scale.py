@@ -45,12 +45,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from keepstep.checkpoint.collective_plan import signature_of
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
-from keepstep.checkpoint.layout.integers import ceil_div
-from keepstep.checkpoint.live.tensors import LiveTensor
-from keepstep.checkpoint.stored.cell_index import cell_count
-from keepstep.checkpoint.stored.chunking import (
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.format.layout.integers import ceil_div
+from keepstep.checkpoint.format.stored.cell_index import cell_count
+from keepstep.checkpoint.format.stored.chunking import (
     Chunk,
     ChunkPlan,
     PlannedChunk,
@@ -58,32 +56,40 @@ from keepstep.checkpoint.stored.chunking import (
     chunk_at,
     plan_chunks,
 )
-from keepstep.checkpoint.stored.listings import (
+from keepstep.checkpoint.format.stored.listings import (
     ChunkObject,
     DataObject,
     Pack,
     PackedChunk,
     encode_part,
 )
-from keepstep.checkpoint.stored.manifest import StoredObject
-from keepstep.checkpoint.stored.metadata import StoredMetadata
-from keepstep.checkpoint.stored.object_names import ROOT, Attempt, StoredStep, chunk_name, part_name
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.shared_plan import (
+from keepstep.checkpoint.format.stored.manifest import StoredObject
+from keepstep.checkpoint.format.stored.metadata import StoredMetadata
+from keepstep.checkpoint.format.stored.object_names import (
+    ROOT,
+    Attempt,
+    StoredStep,
+    chunk_name,
+    part_name,
+)
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.shared_plan import (
     TensorPlan,
     entries_by_planner,
     merged_tensor_plan,
     plan_share,
     planner_count,
 )
-from keepstep.checkpoint.stored.storage import Storage, open_storage
-from keepstep.checkpoint.stored.stored_json import encode
-from keepstep.checkpoint.stored.writer import PackJob, publish, write_jobs
-from keepstep.checkpoint.stored.zarr_metadata import (
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.stored_json import encode
+from keepstep.checkpoint.format.stored.writer import PackJob, publish, write_jobs
+from keepstep.checkpoint.format.stored.zarr_metadata import (
     array_metadata,
     cells_per_chunk,
     shard_index_nbytes,
 )
+from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.ranks.collective_plan import signature_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -30,14 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import keepstep.checkpoint.api  # Imported before measuring, as DCP is.
+import keepstep.checkpoint.format.stored.files
 import keepstep.checkpoint.saving.process_saver
-import keepstep.checkpoint.stored.files
 from keepstep import checkpoint
-from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, boxes_reader
-from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED
-from keepstep.checkpoint.state_mapping import capture
-from keepstep.checkpoint.stored import cell_codec
-from keepstep.checkpoint.stored.cell_codec import encode_cells, encoded_nbytes
+from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED
+from keepstep.checkpoint.format.stored import cell_codec
+from keepstep.checkpoint.format.stored.cell_codec import encode_cells, encoded_nbytes
+from keepstep.checkpoint.live.state_mapping import capture
+from keepstep.checkpoint.ranks.collective_plan import PlanCache, agree_on_save, boxes_reader
 from ops.bench.processor_time import processor_s
 
 # The first one pays for memory and processes.

@@ -40,8 +40,8 @@ from torch.optim import Optimizer
 
 from keepstep import State, checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState, bytes_of, specs_of
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.trainer.training_state import TrainingState

@@ -17,7 +17,7 @@ Seconds = dict[str, float]
 _ROLES: Mapping[str, str] = {
     "keepstep.elastic.worker.bootstrap": "worker",
     "keepstep.elastic.worker.fork_server": "fork_server",
-    "keepstep.checkpoint.server.server": "snapshot_server",
+    "keepstep.checkpoint.snapshot.server.server": "snapshot_server",
     "keepstep.monitor": "monitor",
 }
 

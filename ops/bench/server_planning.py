@@ -29,19 +29,19 @@ from typing import Any, cast
 import click
 from rich.console import Console
 
-from keepstep.checkpoint.layout.boxes import ShardIndex
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.format.layout.boxes import ShardIndex
+from keepstep.checkpoint.format.stored.chunking import plan_chunks
+from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     PersistTask,
     PlanReply,
     PlanRequest,
     RankHolder,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.server.plan_answers import PlanAnswers
-from keepstep.checkpoint.server.plan_exchange import PlanExchange
-from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
-from keepstep.checkpoint.stored.chunking import plan_chunks
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
+from keepstep.checkpoint.snapshot.server.plan_exchange import PlanExchange
+from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

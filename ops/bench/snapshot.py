@@ -43,10 +43,10 @@ import numpy as np
 from rich.console import Console
 
 from examples.local_cluster import process_tree
-from keepstep.checkpoint.memory.messages import Protected
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.parity.erasure import Combination, parity_rows
-from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.snapshot.memory.messages import Protected
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.parity.erasure import Combination, parity_rows
+from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProcess
 from keepstep.elastic.rendezvous.records import Generation, Member
 from ops.bench.processes import python_path

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
-from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])

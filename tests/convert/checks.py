@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.source import BoxRequest, Source
+from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from tests.opened_checkpoints import open_any
 
 NOT_RUN = 77

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from keepstep.checkpoint.convert.rules.presets import families, preset
 from keepstep.checkpoint.errors import RulesInvalid
-from keepstep.checkpoint.rules.presets import families, preset
 from tests.convert.checks import (
     Checks,
     assert_close,

@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.recognition import Format
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.source import BoxRequest, Source
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.source import BoxRequest, Source
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from tests.fuzz.mutations import mutated
 from tests.opened_checkpoints import open_foreign
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from keepstep.checkpoint.convert.rules.rule_file import parse_rules
 from keepstep.checkpoint.errors import RulesInvalid, SnapshotUnavailable
-from keepstep.checkpoint.memory import messages as memory_messages
-from keepstep.checkpoint.memory.client import read_index
-from keepstep.checkpoint.rules.rule_file import parse_rules
 from keepstep.checkpoint.saving import messages as saving_messages
+from keepstep.checkpoint.snapshot.memory import messages as memory_messages
+from keepstep.checkpoint.snapshot.memory.client import read_index
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous import records
 from keepstep.elastic.rendezvous.records import Record, decode_secret

@@ -17,7 +17,7 @@ from typing import Any
 
 import crc32c
 
-from keepstep.checkpoint.stored.stored_json import encode
+from keepstep.checkpoint.format.stored.stored_json import encode
 
 Files = Mapping[str, bytes]
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep import checkpoint
-from tests.unit.checkpoint.foreign.test_hugging_face import CONFIG, SHARDED, folder, weights
-from tests.unit.checkpoint.foreign.test_state_dicts import optimizer_of
+from tests.unit.checkpoint.convert.read.test_hugging_face import CONFIG, SHARDED, folder, weights
+from tests.unit.checkpoint.convert.read.test_state_dicts import optimizer_of
 
 FIXTURES = Path(__file__).parents[1] / "foreign_fixtures"
 

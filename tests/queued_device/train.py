@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import keepstep
-from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.elastic.trainer import join as join_module
 from keepstep.elastic.trainer.generation_state import GenerationState
 from keepstep.elastic.trainer.job import Job

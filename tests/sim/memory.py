@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.checkpoint.memory import snapshot_table
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.snapshot.memory import snapshot_table
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId, SnapshotTable
 
 PLENTY = 2**40
 SHARD_NBYTES = 100

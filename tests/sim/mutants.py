@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from keepstep.checkpoint.errors import SnapshotInvariantViolated
-from keepstep.checkpoint.memory import snapshot_table
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.snapshot.memory import snapshot_table
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId, SnapshotTable
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import (
     checkpoint_schedule,

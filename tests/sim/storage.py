@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.sim.rules import must
 
 Shard = tuple[SnapshotId, int]
@@ -16,7 +16,7 @@ class StorageError(Exception):
 
 
 class Storage:
-    """One directory a snapshot; a manifest is created once, as `checkpoint.stored` does it."""
+    """One directory a snapshot; a manifest is created once, as the stored format does."""
 
     def __init__(self) -> None:
         self._manifests: dict[SnapshotId, tuple[Mapping[str, object], ...]] = {}

@@ -35,72 +35,68 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "transport": "",
         # checkpoint
         "checkpoint.errors": "",
-        "checkpoint.garbage": "",
-        "checkpoint.layout": "checkpoint.errors",
-        "checkpoint.isal": "checkpoint.errors",
-        "checkpoint.parity": "checkpoint.errors checkpoint.isal checkpoint.layout",
-        "checkpoint.rules": "checkpoint.errors checkpoint.layout",
-        "checkpoint.stored": "checkpoint.errors checkpoint.garbage checkpoint.layout",
-        "checkpoint.foreign": (
-            "checkpoint.errors checkpoint.layout checkpoint.rules checkpoint.stored"
+        "checkpoint.format": "",
+        "checkpoint.format.garbage": "",
+        "checkpoint.format.layout": "checkpoint.errors",
+        "checkpoint.format.stored": (
+            "checkpoint.errors checkpoint.format.garbage checkpoint.format.layout"
         ),
-        "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
+        "checkpoint.format.zarr_extensions": "checkpoint.errors checkpoint.format.stored",
+        "checkpoint.format.content_check": (
+            "checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
+        ),
+        "checkpoint.snapshot": "",
+        "checkpoint.snapshot.isal": "checkpoint.errors",
+        "checkpoint.snapshot.parity": (
+            "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.isal"
+        ),
+        "checkpoint.snapshot.memory": "checkpoint.errors checkpoint.format.layout transport",
+        "checkpoint.snapshot.server": (
+            "checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
+            " checkpoint.snapshot.memory checkpoint.snapshot.parity"
+            " log_format notices processes transport"
+        ),
+        "checkpoint.convert": "",
+        "checkpoint.convert.rules": "checkpoint.errors checkpoint.format.layout",
+        "checkpoint.convert.read": (
+            "checkpoint.convert.rules checkpoint.errors checkpoint.format.layout"
+            " checkpoint.format.stored"
+        ),
+        "checkpoint.convert.write": (
+            "checkpoint.convert.read checkpoint.convert.rules checkpoint.errors"
+            " checkpoint.format.content_check checkpoint.format.layout checkpoint.format.stored"
+            " checkpoint.live processes"
+        ),
         "checkpoint.live": (
-            "checkpoint.errors checkpoint.isal checkpoint.layout checkpoint.memory"
+            "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.isal"
+            " checkpoint.snapshot.memory"
         ),
-        "checkpoint.server": (
-            "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"
-            " checkpoint.stored log_format notices processes transport"
+        "checkpoint.ranks": (
+            "checkpoint.errors checkpoint.format.garbage checkpoint.format.layout"
+            " checkpoint.format.stored checkpoint.live"
         ),
-        "checkpoint.collective": "checkpoint.layout checkpoint.live checkpoint.stored",
-        "checkpoint.agreement": (
-            "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.stored"
-        ),
-        "checkpoint.state_mapping": "checkpoint.errors checkpoint.layout checkpoint.live",
-        "checkpoint.shared_metadata": (
-            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.stored"
-        ),
-        "checkpoint.shared_foreign": (
-            "checkpoint.agreement checkpoint.errors checkpoint.foreign checkpoint.layout"
-        ),
-        "checkpoint.shared_restore": (
-            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
-            " checkpoint.shared_metadata checkpoint.stored"
-        ),
-        "checkpoint.piece_exchange": (
-            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.stored"
-        ),
-        "checkpoint.collective_plan": (
-            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.garbage"
-            " checkpoint.layout checkpoint.live checkpoint.piece_exchange checkpoint.stored"
+        "checkpoint.ranks.shared_foreign": (
+            "checkpoint.convert.read checkpoint.errors checkpoint.format.layout checkpoint.ranks"
         ),
         "checkpoint.saving": (
-            "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
-            " checkpoint.piece_exchange checkpoint.server checkpoint.state_mapping"
-            " checkpoint.stored log_format notices processes transport"
+            "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
+            " checkpoint.ranks checkpoint.snapshot.memory checkpoint.snapshot.server"
+            " log_format notices processes transport"
         ),
         "checkpoint.api": (
-            "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.conversion checkpoint.errors checkpoint.foreign checkpoint.layout"
-            " checkpoint.live"
-            " checkpoint.saving checkpoint.shared_foreign checkpoint.shared_metadata"
-            " checkpoint.shared_restore checkpoint.state_mapping checkpoint.stored"
+            "checkpoint.convert.read checkpoint.convert.write checkpoint.errors"
+            " checkpoint.format.layout checkpoint.format.stored checkpoint.live checkpoint.ranks"
+            " checkpoint.ranks.shared_foreign checkpoint.saving"
         ),
-        "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
-        "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
-        "checkpoint.content_check": "checkpoint.errors checkpoint.layout checkpoint.stored",
-        "checkpoint.conversion": (
-            "checkpoint.content_check checkpoint.errors checkpoint.foreign checkpoint.layout"
-            " checkpoint.live checkpoint.rules checkpoint.stored processes"
+        "checkpoint.dcp": (
+            "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
         ),
         "checkpoint.cli": (
-            "checkpoint.content_check checkpoint.conversion checkpoint.errors checkpoint.foreign"
-            " checkpoint.layout checkpoint.rules checkpoint.stored"
+            "checkpoint.convert.read checkpoint.convert.rules checkpoint.convert.write"
+            " checkpoint.errors checkpoint.format.content_check checkpoint.format.layout"
+            " checkpoint.format.stored"
         ),
-        "checkpoint": "checkpoint.api checkpoint.errors checkpoint.layout checkpoint.live",
+        "checkpoint": "checkpoint.api checkpoint.errors checkpoint.format.layout checkpoint.live",
         # monitor
         "monitor.errors": "",
         "monitor.records": "",
@@ -141,31 +137,32 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # elastic
         "elastic.errors": "",
         "elastic.rendezvous": (
-            "checkpoint.layout checkpoint.memory checkpoint.parity elastic.errors elastic.store"
+            "checkpoint.format.layout checkpoint.snapshot.memory checkpoint.snapshot.parity"
+            " elastic.errors elastic.store"
         ),
         "elastic.store": "elastic.errors notices private_files processes transport",
         "elastic.worker": (
-            "checkpoint.errors checkpoint.layout elastic.errors elastic.rendezvous log_format"
-            " monitor monitor.errors monitor.progress monitor.telemetry notices processes transport"
+            "checkpoint.errors checkpoint.format.layout elastic.errors elastic.rendezvous"
+            " log_format monitor monitor.errors monitor.progress monitor.telemetry notices"
+            " processes transport"
         ),
         "elastic.agent": (
-            "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.server"
-            " elastic.errors elastic.rendezvous elastic.store elastic.worker monitor.node"
-            " monitor.progress notices processes transport"
+            "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.memory"
+            " checkpoint.snapshot.server elastic.errors elastic.rendezvous elastic.store"
+            " elastic.worker monitor.node monitor.progress notices processes transport"
         ),
-        "elastic.data": "checkpoint.layout elastic.errors notices",
+        "elastic.data": "checkpoint.format.layout elastic.errors notices",
         "elastic.trainer": (
-            "checkpoint.agreement checkpoint.api checkpoint.collective checkpoint.errors"
-            " checkpoint.layout checkpoint.live checkpoint.memory checkpoint.shared_metadata"
-            " checkpoint.shared_restore checkpoint.stored elastic.data elastic.errors"
-            " elastic.rendezvous elastic.worker monitor"
+            "checkpoint.api checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
+            " checkpoint.live checkpoint.ranks checkpoint.snapshot.memory"
+            " elastic.data elastic.errors elastic.rendezvous elastic.worker monitor"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"
             " monitor.diagnosis monitor.errors monitor.verdicts"
         ),
         "elastic.cli": (
-            "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
+            "checkpoint.errors checkpoint.snapshot.server elastic.agent elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
             " log_format monitor.contracts monitor.errors notices private_files processes transport"
         ),
@@ -179,30 +176,30 @@ ROOMS: Mapping[str, frozenset[str]] = {
 """Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
 
 PURE = (
-    "checkpoint.foreign.arrays",
-    "checkpoint.foreign.pickled_tensors",
-    "checkpoint.foreign.pickled_values",
-    "checkpoint.foreign.pickles",
-    "checkpoint.foreign.pieces",
-    "checkpoint.foreign.range_reads",
-    "checkpoint.layout",
-    "checkpoint.parity.groups",
-    "checkpoint.parity.stripes",
-    "checkpoint.rules",
-    "checkpoint.stored.chunking",
-    "checkpoint.stored.cell_codec",
-    "checkpoint.stored.cell_index",
-    "checkpoint.stored.listings",
-    "checkpoint.stored.manifest",
-    "checkpoint.stored.object_names",
-    "checkpoint.stored.piece_rounds",
-    "checkpoint.stored.shared_plan",
-    "checkpoint.stored.stored_json",
-    "checkpoint.stored.strict_json",
-    "checkpoint.stored.transfer_sizes",
-    "checkpoint.stored.zarr_metadata",
-    "checkpoint.stored.pruning",
-    "checkpoint.memory.snapshot_table",
+    "checkpoint.convert.read.arrays",
+    "checkpoint.convert.read.pickled_tensors",
+    "checkpoint.convert.read.pickled_values",
+    "checkpoint.convert.read.pickles",
+    "checkpoint.convert.read.pieces",
+    "checkpoint.convert.read.range_reads",
+    "checkpoint.format.layout",
+    "checkpoint.snapshot.parity.groups",
+    "checkpoint.snapshot.parity.stripes",
+    "checkpoint.convert.rules",
+    "checkpoint.format.stored.chunking",
+    "checkpoint.format.stored.cell_codec",
+    "checkpoint.format.stored.cell_index",
+    "checkpoint.format.stored.listings",
+    "checkpoint.format.stored.manifest",
+    "checkpoint.format.stored.object_names",
+    "checkpoint.format.stored.piece_rounds",
+    "checkpoint.format.stored.shared_plan",
+    "checkpoint.format.stored.stored_json",
+    "checkpoint.format.stored.strict_json",
+    "checkpoint.format.stored.transfer_sizes",
+    "checkpoint.format.stored.zarr_metadata",
+    "checkpoint.format.stored.pruning",
+    "checkpoint.snapshot.memory.snapshot_table",
     "elastic.rendezvous",
     "elastic.data.json_values",
     "elastic.data.micro_batches",
@@ -228,12 +225,12 @@ PURE = (
 """Rooms and modules that decide and do nothing else."""
 
 IMPURE = (
-    "checkpoint.foreign.arrays",
-    "checkpoint.foreign.pickled_tensors",
-    "checkpoint.foreign.pickled_values",
-    "checkpoint.foreign.pickles",
-    "checkpoint.foreign.pieces",
-    "checkpoint.foreign.range_reads",
+    "checkpoint.convert.read.arrays",
+    "checkpoint.convert.read.pickled_tensors",
+    "checkpoint.convert.read.pickled_values",
+    "checkpoint.convert.read.pickles",
+    "checkpoint.convert.read.pieces",
+    "checkpoint.convert.read.range_reads",
     "asyncio",
     "multiprocessing",
     "random",
@@ -276,8 +273,8 @@ PUBLIC = {
 LIGHT = {
     ("torch",): (
         "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli.ckpt",
-        "keepstep.checkpoint.foreign.opening",
-        "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.server.server",
+        "keepstep.checkpoint.convert.read.opening",
+        "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.snapshot.server.server",
         "keepstep.elastic.agent.agent",
         "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main", "keepstep.elastic.cli.node",
         "keepstep.elastic.monitor_bridge.runtime", "keepstep.monitor.cli.monitor",
@@ -481,15 +478,15 @@ def test_no_module_has_two_names(name: str) -> None:
 def test_breaches_are_found() -> None:
     modules = read_modules()
     assert foreign_imports(
-        [*modules, parse("checkpoint.layout.x", "import keepstep.elastic.errors")]
+        [*modules, parse("checkpoint.format.layout.x", "import keepstep.elastic.errors")]
     )
     assert foreign_imports(
         [*modules, parse("monitor.node.x", "from keepstep.monitor.watch import watch")]
     )
     assert impure_imports([parse("elastic.rendezvous.x", "def f():\n    from time import time")])
-    assert impure_imports([parse("checkpoint.layout.x", "import torch.distributed as dist")])
+    assert impure_imports([parse("checkpoint.format.layout.x", "import torch.distributed as dist")])
     assert circles(
-        [*modules, parse("checkpoint.errors", "import keepstep.checkpoint.stored.reader")]
+        [*modules, parse("checkpoint.errors", "import keepstep.checkpoint.format.stored.reader")]
     )
     typed_only = "if TYPE_CHECKING:\n    from keepstep.elastic.errors import UsageError"
-    assert not foreign_imports([*modules, parse("checkpoint.layout.x", typed_only)])
+    assert not foreign_imports([*modules, parse("checkpoint.format.layout.x", typed_only)])

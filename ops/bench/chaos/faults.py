@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.steps import list_steps
 from ops.bench.chaos.cluster import NAMES, ChaosCluster
 from ops.bench.chaos.progress import Patience, Watcher
 from ops.bench.chaos.schedule import NODES, Fault

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from keepstep.checkpoint.stored.housekeeping import collect_garbage
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.housekeeping import collect_garbage
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.etcd import EtcdStore

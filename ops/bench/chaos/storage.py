@@ -17,7 +17,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.storage import open_storage
 from ops.bench.chaos.machine import FileSystem
 
 MEGABYTES = 2048

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.layout.boxes import Box
-from tests.unit.checkpoint.foreign.written import box_of
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.format.layout.boxes import Box
+from tests.unit.checkpoint.convert.read.written import box_of
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

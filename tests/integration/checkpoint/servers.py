@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.memory.client import translated_transport_errors
-from keepstep.checkpoint.memory.erasure_group import ErasureGroup
-from keepstep.checkpoint.memory.memory_source import Holder
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.client import translated_transport_errors
+from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder
+from keepstep.checkpoint.snapshot.memory.messages import (
     CONTROL_PROTOCOL,
     AgentCommand,
     AgentReply,
@@ -32,7 +32,7 @@ from keepstep.checkpoint.memory.messages import (
     ServerEvent,
     Serving,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import Connection
 from tests.patience import patient
 
@@ -59,7 +59,7 @@ class Server:
         with server_end:
             self.process = subprocess.Popen(
                 [
-                    *limit, sys.executable, "-m", "keepstep.checkpoint.server.server",
+                    *limit, sys.executable, "-m", "keepstep.checkpoint.snapshot.server.server",
                     "--directory", str(directory), "--host", "127.0.0.1",
                     "--node", directory.name[:100], "--control", str(server_end.fileno()),
                     "--parent", str(os.getpid()), "--ranks", str(ranks), *options,

@@ -13,13 +13,13 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint import api
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
-from keepstep.checkpoint.stored import housekeeping
-from keepstep.checkpoint.stored.housekeeping import collect_garbage
-from keepstep.checkpoint.stored.object_names import REMOVED, Attempt, StoredStep
-from keepstep.checkpoint.stored.pruning import GRACE_S
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
-from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored import housekeeping
+from keepstep.checkpoint.format.stored.housekeeping import collect_garbage
+from keepstep.checkpoint.format.stored.object_names import REMOVED, Attempt, StoredStep
+from keepstep.checkpoint.format.stored.pruning import GRACE_S
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from tests.patience import patient
 
 NOW_S = 1.7e9

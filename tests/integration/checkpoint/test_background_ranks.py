@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from keepstep import checkpoint
-from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.content_check import check_content
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
 from tests.integration.checkpoint.test_layout_changes import (
     Block,
     check_equal,

@@ -24,9 +24,6 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint import collective_plan
-from keepstep.checkpoint.collective_plan import agree_on_save
-from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -34,16 +31,19 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
     StateChanged,
 )
-from keepstep.checkpoint.layout.content_digest import DIGEST, digest_document
+from keepstep.checkpoint.format.content_check import check_content
+from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_document
+from keepstep.checkpoint.format.stored.housekeeping import Difference, compare
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.live import state_copies
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
+from keepstep.checkpoint.ranks import collective_plan
+from keepstep.checkpoint.ranks.collective_plan import agree_on_save
 from keepstep.checkpoint.saving import background as background_module
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.background import BackgroundSaver, SaveTask
 from keepstep.checkpoint.saving.save_plan import plan_save
-from keepstep.checkpoint.stored.housekeeping import Difference, compare
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
 from tests.integration.checkpoint.tied import Tied, trained
 from tests.patience import patient
 

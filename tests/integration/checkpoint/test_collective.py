@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from keepstep.checkpoint.collective import (
+from keepstep.checkpoint.ranks.collective import (
     all_gather_json,
     exchange_beside_json,
     room_beside_message,

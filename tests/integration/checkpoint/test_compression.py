@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from keepstep import checkpoint
-from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.dcp import Reader, Writer
-from keepstep.checkpoint.stored.housekeeping import compare, summarize
-from keepstep.checkpoint.stored.manifest import COMPRESSED_CELLS
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.content_check import check_content
+from keepstep.checkpoint.format.stored.housekeeping import compare, summarize
+from keepstep.checkpoint.format.stored.manifest import COMPRESSED_CELLS
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from tests.patience import patient
 from tests.ranks import run_ranks
 

@@ -20,12 +20,12 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.conversion import (
+from keepstep.checkpoint.convert.write import (
     file_target,
     safetensors_target,
     universal,
 )
-from keepstep.checkpoint.conversion.planned_folder import PlannedFile, write_folder
+from keepstep.checkpoint.convert.write.planned_folder import PlannedFile, write_folder
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -33,10 +33,10 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
     RulesInvalid,
 )
-from keepstep.checkpoint.stored.files import FileStorage
-from keepstep.checkpoint.stored.object_names import MANIFEST, pack_name
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.writer import write_part
+from keepstep.checkpoint.format.stored.files import FileStorage
+from keepstep.checkpoint.format.stored.object_names import MANIFEST, pack_name
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.writer import write_part
 from tests.integration.checkpoint.converting import (
     Model,
     assert_equal,

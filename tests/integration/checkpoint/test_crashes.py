@@ -13,10 +13,10 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint import api
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
-from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.object_names import StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 
 
 class Died(BaseException):

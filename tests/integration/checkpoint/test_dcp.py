@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
 from tests.ranks import run_ranks
 
 

@@ -13,9 +13,9 @@ import zarr
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype, zarr_data_type
+from keepstep.checkpoint.format.layout.dtypes import is_in_zarr, numpy_dtype, zarr_data_type
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.tensors import _NAMES, as_bytes, plain
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 # The last one has more than 1 MiB whatever the type.
 SHAPES = ((), (0,), (3, 0), (7,), (5, 3), (1201, 1013))

@@ -12,8 +12,8 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.allocation import allocate
 from tests.integration.checkpoint.tied import trained
 

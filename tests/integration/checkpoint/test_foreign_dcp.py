@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import plan_fills
-from keepstep.checkpoint.state_mapping import capture
+from keepstep.checkpoint.live.state_mapping import capture
 from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.opened_checkpoints import open_foreign
 from tests.ranks import run_ranks

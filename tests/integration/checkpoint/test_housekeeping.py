@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.conversion.file_target import new_file
+from keepstep.checkpoint.convert.write.file_target import new_file
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
-from keepstep.checkpoint.stored import housekeeping, steps
-from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
-from keepstep.checkpoint.stored.manifest import VERSION
-from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
-from keepstep.checkpoint.stored.pruning import GRACE_S, Note
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
-from keepstep.checkpoint.stored.storage import Storage, open_storage
-from tests.unit.checkpoint.stored.stored_formats import put_format
+from keepstep.checkpoint.format.stored import housekeeping, steps
+from keepstep.checkpoint.format.stored.housekeeping import collect_garbage, copy, remove
+from keepstep.checkpoint.format.stored.manifest import VERSION
+from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
+from keepstep.checkpoint.format.stored.pruning import GRACE_S, Note
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from tests.unit.checkpoint.format.stored.stored_formats import put_format
 
 NOW_S = 1.7e9
 STEP = StoredStep(30, 2)

@@ -17,9 +17,9 @@ from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import plan_fills
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster
 from tests.integration.checkpoint.test_layout_changes import (
     Block,

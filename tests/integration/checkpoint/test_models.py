@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from tests.ranks import act_in_groups, run_ranks
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]

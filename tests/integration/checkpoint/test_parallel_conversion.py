@@ -13,9 +13,9 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.conversion import universal
-from keepstep.checkpoint.stored.object_names import MANIFEST, part_name
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.convert.write import universal
+from keepstep.checkpoint.format.stored.object_names import MANIFEST, part_name
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 
 
 def convert(*arguments: str | Path) -> Result:

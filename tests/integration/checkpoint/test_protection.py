@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     FinishProtection,
     ReadStripe,
     StripeBytes,
     Verify,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.parity.stripes import Stripes
-from keepstep.checkpoint.server.blocks import SnapshotIncomplete, receive_head
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.parity.stripes import Stripes
+from keepstep.checkpoint.snapshot.server.blocks import SnapshotIncomplete, receive_head
 from keepstep.transport import Identity, connect
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.conversion import conversion, universal
+from keepstep.checkpoint.convert.write import conversion, universal
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
-from keepstep.checkpoint.stored import housekeeping
-from keepstep.checkpoint.stored.files import FileStorage
-from keepstep.checkpoint.stored.pruning import GRACE_S
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored import housekeeping
+from keepstep.checkpoint.format.stored.files import FileStorage
+from keepstep.checkpoint.format.stored.pruning import GRACE_S
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from tests.integration.checkpoint.converting import assert_equal, convert, trained
 
 

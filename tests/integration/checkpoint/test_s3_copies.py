@@ -12,14 +12,14 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.format.stored import s3_copies
+from keepstep.checkpoint.format.stored.housekeeping import remove
+from keepstep.checkpoint.format.stored.last_part import LastPart
+from keepstep.checkpoint.format.stored.object_names import StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
 from keepstep.checkpoint.saving.saver import Saver
-from keepstep.checkpoint.stored import s3_copies
-from keepstep.checkpoint.stored.housekeeping import remove
-from keepstep.checkpoint.stored.last_part import LastPart
-from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.storage import open_storage
 from tests.integration.checkpoint.recorded_s3 import Recorder, Request, serve
 
 FROZEN_NBYTES = 4 * 600 * 1000

@@ -15,10 +15,10 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.objects import ObjectStorage
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.objects import ObjectStorage
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.patience import patient
 
 SLOW_DOWN = (

@@ -17,12 +17,12 @@ import pytest
 import trustme
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, StoredStep
-from keepstep.checkpoint.stored.objects import ObjectStorage
-from keepstep.checkpoint.stored.s3_client import S3Location, open_client
-from keepstep.checkpoint.stored.s3_listing import directories_with
-from keepstep.checkpoint.stored.steps import list_steps, newest
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, StoredStep
+from keepstep.checkpoint.format.stored.objects import ObjectStorage
+from keepstep.checkpoint.format.stored.s3_client import S3Location, open_client
+from keepstep.checkpoint.format.stored.s3_listing import directories_with
+from keepstep.checkpoint.format.stored.steps import list_steps, newest
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.integration.checkpoint.recorded_s3 import Recorder, serve
 from tests.patience import patient
 
@@ -209,8 +209,8 @@ def test_an_endpoint_that_nothing_answers_at_is_an_error_after_a_finite_time(
 def test_only_a_listing_in_s3_loads_botocore(s3: str, tmp_path: Path) -> None:
     code = f"""
 import sys
-from keepstep.checkpoint.stored import objects
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.format.stored import objects
+from keepstep.checkpoint.format.stored.storage import open_storage
 for url in ({os.fspath(tmp_path)!r}, "memory://x"):
     storage = open_storage(url)
     storage.write("a/leaf", [b"x"])

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.content_check import check_content
-from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.format.content_check import check_content
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.messages import (
     EndPersist,
     Persisted,
     PersistFailed,
@@ -25,8 +26,7 @@ from keepstep.checkpoint.memory.messages import (
     PublishManifest,
     RankHolder,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
 NODES, RANKS_PER_NODE = 3, 4

@@ -11,14 +11,14 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.snapshot.memory.messages import (
     Persisted,
     PersistPart,
     PersistTask,
@@ -26,7 +26,7 @@ from keepstep.checkpoint.memory.messages import (
     PublishManifest,
     RankHolder,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster
 
 WHOLE = torch.arange(64.0).view(8, 8)

@@ -29,14 +29,14 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
     RankFailed,
 )
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.shared_restore import RestoreTraffic
-from keepstep.checkpoint.stored import files, indexed_tensors
-from keepstep.checkpoint.stored.chunking import StoredTensor
-from keepstep.checkpoint.stored.files import FileStorage
-from keepstep.checkpoint.stored.manifest import StoredObject
-from keepstep.checkpoint.stored.object_names import MANIFEST
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.stored import files, indexed_tensors
+from keepstep.checkpoint.format.stored.chunking import StoredTensor
+from keepstep.checkpoint.format.stored.files import FileStorage
+from keepstep.checkpoint.format.stored.manifest import StoredObject
+from keepstep.checkpoint.format.stored.object_names import MANIFEST
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic
 from tests.ranks import run_ranks
 
 DATA = re.compile(r"/(packs/|.*/c\.)")

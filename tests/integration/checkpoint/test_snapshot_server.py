@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
-from keepstep.checkpoint.memory.arena import Arena
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     EndPersist,
     Holdings,
@@ -42,7 +42,7 @@ from keepstep.checkpoint.memory.messages import (
     ShardBox,
     StripeBytes,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import Codec, Identity, Message, Protocol, connect
 from tests.integration.checkpoint.servers import SECRET, Server
 from tests.patience import patient
@@ -286,8 +286,8 @@ def test_a_writer_killed_while_copying_leaves_nothing_and_another_takes_over(
 ) -> None:
     code = (
         "import sys\n"
-        "from keepstep.checkpoint.memory.client import SnapshotClient\n"
-        "from keepstep.checkpoint.memory.snapshot_table import SnapshotId\n"
+        "from keepstep.checkpoint.snapshot.memory.client import SnapshotClient\n"
+        "from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId\n"
         f"client = SnapshotClient({server.local!r}, {SECRET!r})\n"
         f"number, arena = client.begin(SnapshotId({generation}, 1), 0, 4096)\n"
         "arena.buffer[:100] = b'x' * 100\n"

@@ -13,9 +13,9 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from keepstep.checkpoint.stored import files
-from keepstep.checkpoint.stored.steps import list_steps
-from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored import files
+from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

@@ -27,18 +27,18 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
     CheckpointTooNew,
 )
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.format.layout.source import BoxRequest
+from keepstep.checkpoint.format.stored import cell_reads
+from keepstep.checkpoint.format.stored.chunking import plan_chunks
+from keepstep.checkpoint.format.stored.manifest import COMPRESSED_CELLS
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps, newest
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.stored_json import encode
+from keepstep.checkpoint.format.stored.writer import write_part
 from keepstep.checkpoint.live.tensors import as_bytes
-from keepstep.checkpoint.stored import cell_reads
-from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.manifest import COMPRESSED_CELLS
-from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps, newest
-from keepstep.checkpoint.stored.storage import Storage, open_storage
-from keepstep.checkpoint.stored.stored_json import encode
-from keepstep.checkpoint.stored.writer import write_part
 from tests.integration.checkpoint.tied import Tied, trained
 
 
@@ -107,7 +107,7 @@ def test_zarr_reads_a_checkpoint_without_importing_keepstep(tmp_path: Path) -> N
         "import sys, numpy, zarr\n"
         "group = zarr.open(sys.argv[1], mode='r')\n"
         "assert group.attrs['keepstep']['step'] == 3\n"
-        "assert not {'torch', 'keepstep.checkpoint.stored.reader'} & set(sys.modules)\n"
+        "assert not {'torch', 'keepstep.checkpoint.format.stored.reader'} & set(sys.modules)\n"
         "nodes = dict(group.members(max_depth=None))\n"
         "arrays = {n: node[...] for n, node in nodes.items() if isinstance(node, zarr.Array)}\n"
         "assert (group['large'][700:702, 5:9] == arrays['large'][700:702, 5:9]).all()\n"
@@ -451,7 +451,7 @@ def test_write_part_stops_when_the_generation_is_over(tmp_path: Path) -> None:
 def test_importing_the_package_loads_neither_torch_nor_tensorstore() -> None:
     code = (
         "import sys, keepstep.checkpoint;"
-        "from keepstep.checkpoint.stored import files, reader, writer;"
+        "from keepstep.checkpoint.format.stored import files, reader, writer;"
         "print([m for m in ('torch', 'tensorstore') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -50,7 +50,7 @@ def hook(event, args):
         told.append(f"{event} {args[0]}")
 from click.testing import CliRunner
 from keepstep.checkpoint.cli.ckpt import ckpt
-import keepstep.checkpoint.conversion.torch_target
+import keepstep.checkpoint.convert.write.torch_target
 sys.addaudithook(hook)
 for source in sys.argv[2:]:
     CliRunner().invoke(ckpt, ["convert", source, sys.argv[1] + "/made.pt"])

@@ -11,9 +11,9 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.format.stored import files
+from keepstep.checkpoint.format.stored.object_names import MANIFEST, StoredStep
 from keepstep.checkpoint.saving.saver import Saver
-from keepstep.checkpoint.stored import files
-from keepstep.checkpoint.stored.object_names import MANIFEST, StoredStep
 
 
 def test_frozen_weights_are_linked_and_survive_the_removal_of_older_checkpoints(

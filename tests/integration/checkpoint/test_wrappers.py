@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.capture import LiveStateReader
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.ranks import act_in_groups, run_ranks
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.checkpoint.conversion import dcp_leaves
+from keepstep.checkpoint.convert.write import dcp_leaves
 from keepstep.checkpoint.errors import CheckpointExists
 from tests.integration.checkpoint.converting import assert_equal, convert
 from tests.ranks import run_ranks

@@ -13,8 +13,8 @@ import zarr
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.object_names import ROOT, chunk_name
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.object_names import ROOT, chunk_name
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 
 KEY = "model/w"
 PACK = "packs/000000-0000"

@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 
 from keepstep import checkpoint
 from keepstep.checkpoint.cli import ckpt as ckpt_module
-from keepstep.checkpoint.stored.housekeeping import collect_garbage, remove
-from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.housekeeping import collect_garbage, remove
+from keepstep.checkpoint.format.stored.object_names import StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.elastic.cli.main import main
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from keepstep import checkpoint
 from keepstep.checkpoint.cli import other_formats
-from keepstep.checkpoint.foreign.recognition import Recognized
+from keepstep.checkpoint.convert.read.recognition import Recognized
 from keepstep.elastic.cli.main import main
 
 DEEPSPEED = Path(__file__).parents[2] / "foreign_fixtures" / "deepspeed"

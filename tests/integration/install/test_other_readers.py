@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.chunking import PACKED_NBYTES
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.chunking import PACKED_NBYTES
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from tests.patience import patient
 from tests.ranks import run_ranks
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import AdamW
 
 import keepstep
-from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.elastic.trainer.training_state import TrainingState
 
 options = json.loads(sys.argv[1])

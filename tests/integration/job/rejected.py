@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.steps import list_steps
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.source import BoxRequest
-from keepstep.checkpoint.memory.erasure_group import ErasureGroup
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.memory.messages import OpenGeneration
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.source import BoxRequest
+from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
+from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.snapshot.memory.messages import OpenGeneration
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Server
 from tests.integration.job.layout_ranks import LAYOUTS, Visit, run_rank, undisturbed_losses
 from tests.ranks import run_ranks

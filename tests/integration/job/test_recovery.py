@@ -15,9 +15,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.object_names import StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.job.jobs import (

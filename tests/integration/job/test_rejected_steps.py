@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.steps import list_steps
 from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).with_name("rejected.py")

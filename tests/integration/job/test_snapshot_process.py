@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent import snapshot_process
 from keepstep.elastic.agent.snapshot_process import ServerDied, ServerGone, SnapshotProcess
 from tests.patience import patient

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored import metadata, reader, steps
-from keepstep.checkpoint.stored.storage import Storage
+from keepstep.checkpoint.format.stored import metadata, reader, steps
+from keepstep.checkpoint.format.stored.storage import Storage
 
 
 class RecordingStorage:

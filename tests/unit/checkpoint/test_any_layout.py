@@ -23,23 +23,23 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from keepstep.checkpoint.errors import CheckpointMissing
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.completeness import ONLY_MODEL
-from keepstep.checkpoint.layout.descriptions import Descriptions, describing_documents
-from keepstep.checkpoint.layout.integers import ceil_div
-from keepstep.checkpoint.layout.planner import plan_reads
-from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.format.layout.completeness import ONLY_MODEL
+from keepstep.checkpoint.format.layout.descriptions import Descriptions, describing_documents
+from keepstep.checkpoint.format.layout.integers import ceil_div
+from keepstep.checkpoint.format.layout.planner import plan_reads
+from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec
+from keepstep.checkpoint.format.stored import chunking, writer
+from keepstep.checkpoint.format.stored.chunking import ChunkPlan, plan_chunks
+from keepstep.checkpoint.format.stored.links import Link
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
-from keepstep.checkpoint.memory.arena import box_bytes
-from keepstep.checkpoint.stored import chunking, writer
-from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
-from keepstep.checkpoint.stored.links import Link
-from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.writer import publish, write_part
+from keepstep.checkpoint.snapshot.memory.arena import box_bytes
 from tests.unit.checkpoint.given_storage import read_from
 
 Bytes = npt.NDArray[np.uint8]

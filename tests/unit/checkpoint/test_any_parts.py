@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from keepstep.checkpoint import Descriptions, Part, PartTable
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.descriptions import describing_documents
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.descriptions import describing_documents
+from keepstep.checkpoint.format.layout.source import BoxRequest
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.restore import plan_fills
@@ -35,7 +36,6 @@ from keepstep.checkpoint.live.tensors import (
     specs_of,
     torch_dtype,
 )
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.unit.checkpoint.given_storage import read_from
 from tests.unit.checkpoint.test_any_layout import (
     Bytes,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from keepstep import checkpoint
-from keepstep.checkpoint.layout.parameter_order import LiveOrders
+from keepstep.checkpoint.format.layout.parameter_order import LiveOrders
 
 Grouping = Callable[[list[nn.Parameter]], list[dict[str, Any]]]
 

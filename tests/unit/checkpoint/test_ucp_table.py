@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.fragments import boxes_of_range
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.fragments import boxes_of_range
+from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
 from tests.opened_checkpoints import open_foreign
-from tests.unit.checkpoint.foreign.deepspeed_layouts import (
+from tests.unit.checkpoint.convert.read.deepspeed_layouts import (
     Layout,
     Model,
     Parameter,

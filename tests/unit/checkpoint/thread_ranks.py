@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint import collective
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.ranks import collective
 from tests.patience import patient
 
 # A rank that waits so long waits for ever.

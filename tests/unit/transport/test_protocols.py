@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.memory.messages import CONTROL_PROTOCOL, SNAPSHOT_PROTOCOL
 from keepstep.checkpoint.saving.messages import WRITER_PROTOCOL
+from keepstep.checkpoint.snapshot.memory.messages import CONTROL_PROTOCOL, SNAPSHOT_PROTOCOL
 from keepstep.elastic.agent.peer_connections import PROTOCOL as AGENT_PROTOCOL
 from keepstep.elastic.worker.fork_messages import FORK_PROTOCOL
 from keepstep.elastic.worker.messages import PROTOCOL as WORKER_PROTOCOL

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from keepstep import checkpoint
 from keepstep.checkpoint import Average, Descriptions
 from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.averages import averages_in
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 
 class Other(nn.Sequential):

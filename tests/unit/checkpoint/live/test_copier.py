@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import StateChanged
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import describe
-from keepstep.checkpoint.memory.arena import Arena
-from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 
 
 class ScriptedClient:

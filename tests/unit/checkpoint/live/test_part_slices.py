@@ -11,7 +11,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint import Descriptions, Part, PartTable
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 
 GATE_UP = PartTable(0, (Part("gate", 4), Part("up", 4)))
 UP_GATE = PartTable(0, (Part("up", 4), Part("gate", 4)))

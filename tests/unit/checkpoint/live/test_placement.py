@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.part_table import Part, PartTable
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.part_table import Part, PartTable
 from keepstep.checkpoint.live.placement import local_box, local_boxes_of_parts
 
 

@@ -15,13 +15,13 @@ import torch
 from click.testing import CliRunner
 
 from keepstep import checkpoint
-from keepstep.checkpoint import collective_plan
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save
 from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.ranks import collective_plan
+from keepstep.checkpoint.ranks.collective_plan import PlanCache, agree_on_save
 from tests.patience import patient
 
 STATE = {"w": torch.arange(3.0)}

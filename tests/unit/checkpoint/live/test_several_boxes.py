@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, overlapping
+from keepstep.checkpoint.format.layout.boxes import Box, overlapping
 from keepstep.checkpoint.live.digest import checksums
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.tensors import LiveTensor, check_disjoint

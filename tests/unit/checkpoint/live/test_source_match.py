@@ -13,7 +13,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint import Descriptions, Scale
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 
 LOGICAL = (10, 3)
 PADDED = Descriptions(padding={"embed.weight": LOGICAL})

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
+from keepstep.checkpoint.format.layout.dtypes import is_in_zarr, numpy_dtype
 from keepstep.checkpoint.live.tensors import (
     describe,
     dtype_name,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from keepstep.checkpoint.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.stored.shared_plan import entries_by_planner, plan_share
 from keepstep.checkpoint.saving.messages import (
     PartPlan,
     PartReport,
     Publication,
     encode_publication,
 )
-from keepstep.checkpoint.stored.shared_plan import entries_by_planner, plan_share
 
 
 def test_a_plan_is_the_same_after_it_was_sent() -> None:

@@ -7,14 +7,14 @@ import socket
 from pathlib import Path
 from unittest.mock import Mock
 
-from keepstep.checkpoint.memory.messages import (
+from keepstep.checkpoint.snapshot.memory.messages import (
     CONTROL_PROTOCOL,
     AgentReply,
     NodeHoldings,
     Protected,
     SealedRanks,
 )
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.snapshot_process import SnapshotProcess
 from keepstep.transport import Connection, StreamConnection
 from tests.unit.elastic.agent.test_worker_group import play

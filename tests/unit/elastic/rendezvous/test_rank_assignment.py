@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_groups,
     assign_ranks,

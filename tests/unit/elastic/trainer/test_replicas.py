@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep import monitor
-from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
 from keepstep.checkpoint.live.tensors import LiveTensor, describe
 from keepstep.elastic.trainer import replicas

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.descriptions import Average, Descriptions
-from keepstep.checkpoint.layout.part_table import Part, PartTable
-from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.descriptions import Average, Descriptions
+from keepstep.checkpoint.format.layout.part_table import Part, PartTable
+from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.elastic.data.position import IndexedPass, Position
 from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators

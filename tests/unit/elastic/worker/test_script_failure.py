@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 
 from keepstep.checkpoint.errors import CheckpointError, ProcessEnded, RankFailed
-from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.elastic.errors import StepRejected, UsageError
 from keepstep.elastic.worker import script_failure
 from keepstep.elastic.worker.script_failure import (

@@ -1,0 +1,1 @@
+"""Conversion: readers of other tools' checkpoints, writers, and rules between namings."""

@@ -1,0 +1,39 @@
+"""Elements in another data type than they are stored in, converted when they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.checkpoint.convert.read.arrays import FileArray, Values, view_of
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedArray:
+    """The elements of a file in a floating-point type, rounded to the nearest as torch does."""
+
+    stored: FileArray
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Array.shape`."""
+        return self.stored.shape
+
+    @property
+    def location(self) -> str:
+        """See `Array.location`."""
+        return self.stored.location
+
+    def narrow(self, box: Box) -> ConvertedArray:
+        """See `Array.narrow`."""
+        return ConvertedArray(self.stored.narrow(box), self.dtype)
+
+    def read_into(self, box: Box, into: Values) -> None:
+        """See `Array.read_into`. At most a few MiB are in memory beside."""
+        for part_box, part in self.stored.narrow(box).dense_parts():
+            with np.errstate(over="ignore", invalid="ignore"):
+                view_of(into, part_box)[...] = part.read().astype(numpy_dtype(self.dtype))

@@ -1,0 +1,163 @@
+"""What ranks' files say of the same things, compared with what the first rank's file says.
+
+Ranks have the same number of steps. What a script adds to a checkpoint it may add differently on
+each rank, such as states of random generators; the first rank's is carried then, and the others'
+are left out by name.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from keepstep.checkpoint.convert.read.arrays import FileArray, MemoryArray
+from keepstep.checkpoint.convert.read.deepspeed_files import ModelFile, is_state
+from keepstep.checkpoint.convert.read.files import damaged
+from keepstep.checkpoint.convert.read.foreign_source import LeftOut
+from keepstep.checkpoint.convert.read.pickled_values import Global, NumpyArray, NumpyType, Record
+from keepstep.checkpoint.convert.read.shown_values import shown
+
+_MOST_COMPARED_NBYTES = 2**20
+_MOST_DEPTH = 200
+_STEPS = "global_steps"
+
+
+class Same(enum.Enum):
+    """Whether two values of pickles are the same."""
+
+    YES = "yes"
+    NO = "no"
+    NOT_COMPARED = "not compared"
+    """They are tensors too large to be read for this."""
+
+
+def differences(files: Sequence[ModelFile]) -> Iterator[LeftOut]:
+    """Yield what of the ranks' files is not carried because the first file has another value.
+
+    Args:
+        files: the modules' files of all ranks; the first one's values are carried.
+
+    Raises:
+        CheckpointDamaged: they have different numbers of steps.
+    """
+    first = files[0]
+    for other in files[1:]:
+        if other.content.get(_STEPS) != first.content.get(_STEPS):
+            raise damaged(
+                other.location,
+                f"its {_STEPS} is {shown(other.content.get(_STEPS))}, and that of {first.location} "
+                f"is {shown(first.content.get(_STEPS))}",
+            )
+        for name, value in other.content.items():
+            if is_state(name):
+                continue
+            same = is_same(first.content.get(name), value)
+            if same is not Same.YES:
+                how = "differs from" if same is Same.NO else "is too large to be compared with"
+                yield LeftOut(
+                    f"{name} of {_file_name(other)}",
+                    f"it {how} that of {_file_name(first)}, which is carried",
+                )
+
+
+def buffer_differences(files: Sequence[ModelFile]) -> Iterator[LeftOut]:
+    """Yield the buffers of ranks' modules that are not carried because the first file's are.
+
+    Ranks of data parallelism have whole buffers each, in stage 3 in files of their own.
+    """
+    first = files[0]
+    for other in files[1:]:
+        for name in sorted(other.buffers & other.module.keys()):
+            same = is_same(first.module.get(name), other.module[name])
+            if same is not Same.YES:
+                how = "differs from" if same is Same.NO else "is too large to be compared with"
+                yield LeftOut(
+                    f"model/{name} of {_file_name(other)}",
+                    f"it {how} that of {_file_name(first)}, which is carried",
+                )
+
+
+def is_same(first: object, other: object, depth: int = 0) -> Same:
+    """Return whether two values of pickles are the same; tensors by their bits."""
+    if depth > _MOST_DEPTH:
+        return Same.NOT_COMPARED
+    match first, other:
+        case FileArray(), FileArray():
+            return _is_same_array(first, other)
+        case MemoryArray(), MemoryArray():
+            return _answer(_are_equal(first.values, other.values))
+        case NumpyArray(), NumpyArray():
+            return _answer(
+                first.values is not None
+                and other.values is not None
+                and _are_equal(first.values, other.values)
+            )
+        case Record(), Record():
+            return _all(
+                (
+                    (first.name, other.name),
+                    (first.args, other.args),
+                    (dict(first.keywords), dict(other.keywords)),
+                    (first.state, other.state),
+                    (first.items, other.items),
+                    (first.entries, other.entries),
+                ),
+                depth,
+            )
+        case NumpyType(), NumpyType():
+            return _answer((first.name, first.order) == (other.name, other.order))
+        case dict(), dict():
+            if len(first) != len(other) or any(key not in other for key in first):
+                return Same.NO
+            return _all([(value, other[key]) for key, value in first.items()], depth)
+        case [list(), list()] | [tuple(), tuple()]:
+            return _is_same_sequence(first, other, depth)
+        case Global(), Global():
+            return _answer(first == other)
+    if type(first) is not type(other):
+        return Same.NO
+    # A NaN is not equal to itself.
+    return _answer(first == other or repr(first) == repr(other))
+
+
+def _all(pairs: Sequence[tuple[object, object]], depth: int) -> Same:
+    worst = Same.YES
+    for first, other in pairs:
+        same = is_same(first, other, depth + 1)
+        if same is Same.NO:
+            return same
+        if same is Same.NOT_COMPARED:
+            worst = same
+    return worst
+
+
+def _is_same_sequence(first: object, other: object, depth: int) -> Same:
+    assert isinstance(first, list | tuple)
+    assert isinstance(other, list | tuple)
+    if len(first) != len(other):
+        return Same.NO
+    return _all(list(zip(first, other, strict=True)), depth)
+
+
+def _is_same_array(first: FileArray, other: FileArray) -> Same:
+    if (first.dtype, first.shape) != (other.dtype, other.shape):
+        return Same.NO
+    if first.nbytes > _MOST_COMPARED_NBYTES:
+        return Same.NOT_COMPARED
+    return _answer(first.read().tobytes() == other.read().tobytes())
+
+
+def _are_equal(first: np.ndarray, other: np.ndarray) -> bool:
+    return (first.dtype, first.shape) == (other.dtype, other.shape) and (
+        first.tobytes() == other.tobytes()
+    )
+
+
+def _answer(is_equal: bool) -> Same:
+    return Same.YES if is_equal else Same.NO
+
+
+def _file_name(file: ModelFile) -> str:
+    return file.location.rpartition("/")[2]

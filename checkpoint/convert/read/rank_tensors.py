@@ -1,0 +1,261 @@
+"""Tensors of which ranks have parts or copies in files of their own, as one tensor.
+
+Pure. Which part of a rank's tensor lies where in the whole one is said by others
+(`checkpoint.convert.read.rank_cuts`); here the pieces of the ranks' tensors become pieces of
+the whole. Where several ranks have the same block, it is read of all of them and compared, or its
+mean is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.checkpoint.convert.read.arrays import READ_NBYTES, Array, Values, view_of
+from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece, assembled
+from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.source import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """A block of a rank's tensor, and the block of the whole tensor that it is.
+
+    Attributes:
+        rank: the rank.
+        source: the block in the rank's tensor.
+        target: the block, of the same shape, in the whole one.
+    """
+
+    rank: int
+    source: Box
+    target: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """How a tensor consists of those of ranks.
+
+    Attributes:
+        shape: of the whole tensor.
+        parts: the ranks' blocks. Those with one target are copies; other targets are disjoint.
+        is_mean: whether copies may differ, and their mean counts.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[RankPart, ...]
+    is_mean: bool = False
+
+    def by_target(self) -> dict[Box, tuple[RankPart, ...]]:
+        """Return the parts by their blocks of the whole tensor; those without elements are not."""
+        found: dict[Box, list[RankPart]] = {}
+        for part in self.parts:
+            if part.target.size:
+                found.setdefault(part.target, []).append(part)
+        return {target: tuple(parts) for target, parts in found.items()}
+
+
+def joined(key: str, joining: Joining, tensors: Mapping[int, ForeignTensor]) -> ForeignTensor:
+    """Return the tensor that ranks have together.
+
+    Args:
+        key: its key, for messages.
+        joining: which blocks of the ranks' tensors it consists of.
+        tensors: the ranks' tensors.
+
+    Raises:
+        CheckpointDamaged: they have different data types, or do not cover the tensor.
+    """
+    first = tensors[joining.parts[0].rank] if joining.parts else next(iter(tensors.values()))
+    spec = TensorSpec(first.spec.dtype, joining.shape)
+    pieces: list[Piece] = []
+    for target, parts in joining.by_target().items():
+        if len(parts) == 1:
+            pieces.extend(_moved(tensors[parts[0].rank], parts[0]))
+            continue
+        copies = tuple(array_of_box(key, tensors[part.rank], part.source) for part in parts)
+        array = MeanArray(copies) if joining.is_mean else ComparedArray(key, copies)
+        pieces.append(Piece(target, array))
+    return assembled(key, spec, pieces)
+
+
+def array_of_box(key: str, tensor: ForeignTensor, box: Box) -> Array:
+    """Return a block of a tensor as one array, whatever pieces have it."""
+    for piece in tensor.pieces:
+        if box.size and box.is_within(piece.box):
+            return piece.array.narrow(box.within(piece.box))
+    return PiecedArray(key, tensor, box)
+
+
+@dataclass(frozen=True, slots=True)
+class PiecedArray:
+    """A block of a tensor that several pieces have."""
+
+    key: str
+    tensor: ForeignTensor
+    box: Box
+
+    @property
+    def dtype(self) -> str:
+        """See `Array.dtype`."""
+        return self.tensor.spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Array.shape`."""
+        return self.box.shape
+
+    @property
+    def location(self) -> str:
+        """See `Array.location`: that of the first piece in the block."""
+        found = (piece for piece, _ in _pieces_in(self.tensor, self.box))
+        return next((piece.array.location for piece in found), self.key)
+
+    def narrow(self, box: Box) -> Array:
+        """See `Array.narrow`."""
+        return array_of_box(self.key, self.tensor, _inside(box, self.box))
+
+    def read_into(self, box: Box, into: Values) -> None:
+        """See `Array.read_into`."""
+        wanted = _inside(box, self.box)
+        for piece, common in _pieces_in(self.tensor, wanted):
+            piece.array.read_into(common.within(piece.box), view_of(into, common.within(wanted)))
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedArray:
+    """Elements that several files have, and that have to be the same in all of them.
+
+    What is read of the first is read of the others too, and compared by bits.
+    """
+
+    key: str
+    copies: tuple[Array, ...]
+
+    @property
+    def dtype(self) -> str:
+        """See `Array.dtype`."""
+        return self.copies[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Array.shape`."""
+        return self.copies[0].shape
+
+    @property
+    def location(self) -> str:
+        """See `Array.location`: that of the first."""
+        return self.copies[0].location
+
+    def narrow(self, box: Box) -> ComparedArray:
+        """See `Array.narrow`."""
+        return ComparedArray(self.key, tuple(copy.narrow(box) for copy in self.copies))
+
+    def read_into(self, box: Box, into: Values) -> None:
+        """See `Array.read_into`.
+
+        Raises:
+            CheckpointDamaged: the files contradict each other; the message names two.
+        """
+        dtype = numpy_dtype(self.dtype)
+        for block in blocks(box.shape, dtype.itemsize):
+            part = _inside(block, box)
+            own = view_of(into, block)
+            self.copies[0].read_into(part, own)
+            for other in self.copies[1:]:
+                values = np.empty(part.shape, dtype)
+                other.read_into(part, values)
+                # Equal bits: a NaN equals itself, and -0 is not 0.
+                if values.tobytes() != own.tobytes():
+                    raise CheckpointDamaged(
+                        f"{other.location}: its {self.key} is not that of {self.location}, and "
+                        "is to be a copy of it; the files are damaged, or of several runs. If each "
+                        "rank has a part of its own, or trained its copy alone, say so by rules: "
+                        "shard = 0, or average = true"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class MeanArray:
+    """The mean of copies of a tensor that ranks have trained apart.
+
+    It is the sum in the order of the ranks, divided by their number, in 32 bits or more.
+    """
+
+    copies: tuple[Array, ...]
+    rounded_to: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """See `Array.dtype`."""
+        return self.rounded_to or self.copies[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Array.shape`."""
+        return self.copies[0].shape
+
+    @property
+    def location(self) -> str:
+        """See `Array.location`: that of the first."""
+        return self.copies[0].location
+
+    def narrow(self, box: Box) -> MeanArray:
+        """See `Array.narrow`."""
+        return MeanArray(tuple(copy.narrow(box) for copy in self.copies), self.rounded_to)
+
+    def read_into(self, box: Box, into: Values) -> None:
+        """See `Array.read_into`."""
+        stored = numpy_dtype(self.copies[0].dtype)
+        wide = np.dtype(np.float64 if stored.itemsize > 4 else np.float32)
+        for block in blocks(box.shape, stored.itemsize):
+            part = _inside(block, box)
+            total = np.zeros(part.shape, wide)
+            for copy in self.copies:
+                values = np.empty(part.shape, stored)
+                copy.read_into(part, values)
+                total += values.astype(wide)
+            total /= wide.type(len(self.copies))
+            with np.errstate(over="ignore", invalid="ignore"):
+                view_of(into, block)[...] = total.astype(numpy_dtype(self.dtype))
+
+
+def blocks(shape: Sequence[int], itemsize: int, most_nbytes: int = READ_NBYTES) -> Iterator[Box]:
+    """Yield blocks that an array is cut into, each of at most so many bytes, or of one element."""
+    pending = [Box.whole(shape)]
+    while pending:
+        box = pending.pop()
+        longer = [axis for axis, extent in enumerate(box.shape) if extent > 1]
+        if box.size * itemsize <= most_nbytes or not longer:
+            yield box
+            continue
+        axis = longer[0]
+        half = box.shape[axis] // 2
+        for start, count in ((half, box.shape[axis] - half), (0, half)):
+            offset, extents = list(box.offset), list(box.shape)
+            offset[axis], extents[axis] = box.offset[axis] + start, count
+            pending.append(Box(tuple(offset), tuple(extents)))
+
+
+def _moved(tensor: ForeignTensor, part: RankPart) -> Iterator[Piece]:
+    """Yield the pieces of a block of a rank's tensor, at their places in the whole one."""
+    for piece, common in _pieces_in(tensor, part.source):
+        place = _inside(common.within(part.source), part.target)
+        yield Piece(place, piece.array.narrow(common.within(piece.box)))
+
+
+def _pieces_in(tensor: ForeignTensor, box: Box) -> Iterable[tuple[Piece, Box]]:
+    """Yield the pieces that have elements of a block, and which."""
+    for piece in tensor.pieces:
+        common = piece.box.intersect(box)
+        if common is not None:
+            yield piece, common
+
+
+def _inside(box: Box, outer: Box) -> Box:
+    """Return a box that is given in the coordinates of another one in those that has."""
+    return Box(tuple(a + b for a, b in zip(box.offset, outer.offset, strict=True)), box.shape)

@@ -1,0 +1,132 @@
+"""Checks the bytes of zips, which files of `torch.save` are, against the checksums in them.
+
+A checksum of 0 was not computed: PyTorch writes that if it is told to save time
+(`torch.serialization.set_crc32_options`), and where it leaves the place of a tensor empty.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from keepstep.checkpoint.convert.read.files import Extent, damaged
+from keepstep.checkpoint.convert.read.ranged_file import RangedFile
+from keepstep.checkpoint.errors import CheckpointDamaged
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_READ_NBYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBytes:
+    """How many bytes were read, and how many of them have checksums, which they match."""
+
+    read: int = 0
+    checked: int = 0
+
+    def __add__(self, other: CheckedBytes) -> CheckedBytes:
+        return CheckedBytes(self.read + other.read, self.checked + other.checked)
+
+
+def check_zip(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
+    """Read a zip from beginning to end, and compare the entries that have checksums with them.
+
+    Args:
+        extent: the file, or the range of one.
+        report: called with bytes that were read.
+
+    Raises:
+        CheckpointDamaged: an entry does not match its checksum, or the zip contradicts itself.
+    """
+    entries = _entries(extent)
+    position = checked = 0
+    # They are in the order of their bytes, and share none: each piece completes the first of them.
+    pending = deque(entry for entry in entries if entry.checksum)
+    for data in pieces_of(extent):
+        stop = position + data.nbytes
+        while pending and pending[0].start < stop:
+            entry = pending[0]
+            first = max(entry.start, position) - position
+            entry.found = zlib.crc32(data[first : entry.stop - position], entry.found)
+            if entry.stop > stop:
+                break
+            if entry.found != entry.checksum:
+                raise damaged(
+                    extent.location,
+                    f"the {entry.stop - entry.start} bytes of {entry.name} do not match their "
+                    "checksum",
+                )
+            checked += entry.stop - entry.start
+            pending.popleft()
+        position = stop
+        report(data.nbytes)
+    return CheckedBytes(extent.nbytes, checked)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The bytes of an entry, by their place in the zip, and their checksums."""
+
+    name: str
+    start: int
+    stop: int
+    checksum: int
+    found: int = 0
+
+
+def _entries(extent: Extent) -> list[_Entry]:
+    """Return a zip's entries in the order of their bytes; checksum 0 where there is none.
+
+    What is compressed has the checksum of what it was made from, and PyTorch compresses nothing.
+    Entries that share bytes are refused: few bytes would be read once for each entry.
+    """
+    file = RangedFile(extent)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            listed = archive.infolist()
+    except CheckpointDamaged:
+        raise
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as e:
+        raise damaged(extent.location, f"its directory cannot be read: {e}") from None
+    entries: list[_Entry] = []
+    for info in sorted(listed, key=lambda i: i.header_offset):
+        if entries and info.header_offset < entries[-1].stop:
+            raise damaged(
+                extent.location,
+                f"its entries {entries[-1].name} and {info.orig_filename} share bytes",
+            )
+        extent.part(info.header_offset, _LOCAL_HEADER.size)
+        header = file.at(info.header_offset, _LOCAL_HEADER.size)
+        signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+        if signature != b"PK\x03\x04":
+            raise damaged(extent.location, f"{info.orig_filename} is not where its directory says")
+        start = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+        content = extent.part(start, info.compress_size)
+        is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+        checksum = info.CRC if is_plain else 0
+        entries.append(_Entry(info.orig_filename, start, start + content.nbytes, checksum))
+    return entries
+
+
+def read_all(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
+    """Read bytes that have no checksums.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    for data in pieces_of(extent):
+        report(data.nbytes)
+    return CheckedBytes(extent.nbytes, 0)
+
+
+def pieces_of(extent: Extent) -> Iterator[memoryview]:
+    """Yield an extent's bytes, a few MiB at a time, in memory that is used again."""
+    memory = memoryview(bytearray(min(_READ_NBYTES, extent.nbytes)))
+    for start in range(0, extent.nbytes, _READ_NBYTES):
+        into = memory[: min(_READ_NBYTES, extent.nbytes - start)]
+        extent.file.read_into(extent.offset + start, [into])
+        yield into

@@ -1,0 +1,163 @@
+"""Opens what a conversion reads: a checkpoint in the universal format, or in another tool's.
+
+The universal format is told by its manifests; another tool's by `keepstep.checkpoint.convert.read`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, LeftOut
+from keepstep.checkpoint.convert.read.opening import (
+    format_before,
+    locate_foreign,
+    open_located,
+    recognized_at,
+)
+from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.read.recognition import Format, Recognized
+from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported, LayoutMismatch
+from keepstep.checkpoint.format.layout.names import check_keys
+from keepstep.checkpoint.format.layout.source import Source
+from keepstep.checkpoint.format.layout.wrapper_names import PARALLEL, without_wrappers
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps, newest
+
+_MODEL = "model/"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint is: this one, whatever else is at its URL, or appears there later.
+
+    Attributes:
+        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
+        form: its format.
+        directory: its directory under the URL, another tool's: empty, or ends with a slash.
+        file_name: the file, where the other tool's checkpoint is one.
+        step: its step, in the universal format.
+        generation: its generation, in the universal format.
+    """
+
+    url: str
+    form: Format
+    directory: str = ""
+    file_name: str | None = None
+    step: int | None = None
+    generation: int | None = None
+
+    @property
+    def recognized(self) -> Recognized:
+        """The checkpoint as readers of other tools' formats find it."""
+        return Recognized(self.form, self.directory, self.file_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint of any format that is read.
+
+    Attributes:
+        source: its tensors and documents.
+        format_name: its format, in words.
+        left_out: what it has and `source` does not, with the reasons.
+        without_wrappers: of how many tensors the names of wrappers were taken off.
+    """
+
+    source: Source
+    format_name: str
+    left_out: tuple[LeftOut, ...] = ()
+    without_wrappers: int = 0
+
+
+def locate(url: str, form: Format | None = None, *, step: int | None = None) -> Place:
+    """Return where the checkpoint is that a user names.
+
+    Args:
+        url: as for `Place`; its format may come before it, as in `deepspeed:/path`.
+        form: its format; None to tell it from the files.
+        step: the step, of the universal format's only; None for the newest.
+
+    Raises:
+        CheckpointMissing: there is nothing, or not this step.
+        FormatUnsupported: it is in no format that is known, or a step is given for another format.
+    """
+    if named := format_before(url):
+        if form not in (None, named.form):
+            raise FormatUnsupported(
+                f"{url}: the format is given as {named.form} and as {form}; give one"
+            )
+        url, form = named.url, named.form
+    if form is None:
+        # Told without a list of all files, which may be many.
+        form = Format.UNIVERSAL if newest(url) is not None else recognized_at(url)[0].format
+    if form == Format.UNIVERSAL:
+        listed = (stored for stored in list_steps(url) if stored.step == step)
+        chosen = newest(url) if step is None else next(listed, None)
+        if chosen is None:
+            # It says which steps there are.
+            StoredCheckpoint.open(url, step)
+            raise CheckpointMissing(f"{url}: the checkpoint came a moment ago; try again")
+        return Place(url, form, step=chosen.step, generation=chosen.generation)
+    if step is not None:
+        raise FormatUnsupported(
+            f"{url} is in the format {form}: give the URL of the step itself instead of --step"
+        )
+    found = locate_foreign(url, form)
+    return Place(url, found.format, found.directory, found.file_name)
+
+
+def open_place(
+    place: Place,
+    parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
+) -> Opened:
+    """Open a checkpoint that was located.
+
+    Args:
+        place: where it is.
+        parameter_names: names of the optimizer's parameters in the order of its groups, for
+            formats that number them.
+        rank_rules: what each rank's own files hold, for formats that do not say it.
+
+    Raises:
+        CheckpointMissing: it is gone.
+        FormatUnsupported: its format is not read.
+        CheckpointDamaged: the files contradict themselves or each other.
+        RulesInvalid: the rules do not fit the tensors.
+    """
+    if place.form == Format.UNIVERSAL:
+        return Opened(StoredCheckpoint.open(place.url, place.step, place.generation), "keepstep")
+    foreign = open_located(place.url, place.recognized, parameter_names, rank_rules)
+    return Opened(foreign, foreign.format_name, foreign.left_out)
+
+
+def without_wrapper_names(opened: Opened) -> Opened:
+    """Return a checkpoint whose tensors have no names of modules that only wrap another one.
+
+    `_orig_mod`, `_fsdp_wrapped_module` and `_checkpoint_wrapped_module` are wrappers' wherever they
+    are; `module` is one's if all names of the model begin with it, as `DistributedDataParallel` has
+    it.
+
+    Raises:
+        LayoutMismatch: what is left of a name cannot name a tensor.
+    """
+    source = opened.source
+    if not isinstance(source, StoredCheckpoint | ForeignCheckpoint):
+        return opened
+    names = {
+        without_wrappers(key.removeprefix(_MODEL)) for key in source.tensors if _is_of_model(key)
+    }
+    if all(name.startswith(f"{PARALLEL}.") for name in names):
+        names = {name.removeprefix(f"{PARALLEL}.") for name in names}
+    named = source.named_for(names)
+    try:
+        check_keys(named.tensors)
+    except ValueError as error:
+        raise LayoutMismatch(f"without the names of wrappers: {error}") from error
+    renamed = len(named.tensors.keys() - source.tensors.keys())
+    return replace(opened, source=named, without_wrappers=renamed)
+
+
+def _is_of_model(key: str) -> bool:
+    return key.startswith(_MODEL)

@@ -1,0 +1,1 @@
+"""The format: global tensors as boxes, and checkpoints of them in storage."""

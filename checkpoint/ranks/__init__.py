@@ -1,0 +1,1 @@
+"""Saves and loads by all ranks together: collectives, agreements, plans, exchange of pieces."""

@@ -1,0 +1,105 @@
+"""Opens another tool's checkpoint on all ranks: rank 0 says which one, each rank reads it.
+
+A writer may finish a newer checkpoint while ranks look for the latest. So one rank looks, and the
+others open what it has found.
+
+Every rank must make the same calls in the same order, as for `checkpoint.ranks.collective`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.convert.read.opening import (
+    NamedForeign,
+    found_foreign,
+    locate_foreign,
+    open_located,
+)
+from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.read.recognition import Format, Recognized
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
+from keepstep.checkpoint.ranks.agreement import from_rank_0, on_all_ranks_gathering
+
+
+def find_foreign_together(url: str, step: int | None = None) -> Recognized | None:
+    """Return the checkpoint of another tool that rank 0 finds at a URL; None if it finds none.
+
+    Args:
+        url: where it looks.
+        step: the step to prefer where there are directories of several; None for the latest.
+
+    Raises:
+        CheckpointError: rank 0 could not look; on all ranks.
+    """
+    return _from_rank_0(lambda: found_foreign(url, step))
+
+
+def open_foreign_together(
+    named: NamedForeign,
+    found: Recognized | None = None,
+    *,
+    step: int | None = None,
+    parameter_names: ParameterNames = None,
+    rank_rules: RankRules | None = None,
+) -> ForeignCheckpoint:
+    """Open the same checkpoint of another tool on all ranks.
+
+    Args:
+        named: the checkpoint.
+        found: what `find_foreign_together` has returned for it; None for rank 0 to look now.
+        step: the step that it must have; None for any.
+        parameter_names: the order of optimizers' parameters, for formats that number them.
+        rank_rules: what each rank's own files hold, for formats that do not say it.
+
+    Raises:
+        CheckpointMissing: there is nothing, or it has another step.
+        FormatUnsupported: it is in no format that is read here.
+        CheckpointDamaged: the files contradict themselves or each other, or ranks do not read the
+            same ones.
+        CheckpointError: another rank could not open it.
+    """
+    url = named.url
+    chosen = found or _from_rank_0(lambda: locate_foreign(url, named.form, step))
+    assert chosen is not None
+
+    def seen(opened: ForeignCheckpoint) -> Json:
+        return [opened.format_name, opened.step, len(opened.foreign_tensors)]
+
+    source, seen_by_rank = on_all_ranks_gathering(
+        lambda: open_located(url, chosen, parameter_names, rank_rules), seen
+    )
+    for rank, other in enumerate(seen_by_rank):
+        if other != seen_by_rank[0]:
+            raise CheckpointDamaged(
+                f"{url}: rank 0 reads {_described(seen_by_rank[0])}, and rank {rank} reads "
+                f"{_described(other)}; give a URL where all ranks read the same files, and load "
+                "when nobody writes there"
+            )
+    if step is not None and source.step != step:
+        raise CheckpointMissing(
+            f"{url}: step {step} is wanted, and {chosen.directory or 'what is there'} is "
+            f"{source.format_name} of step {source.step} (0 where the files do not say); give the "
+            "URL of the step itself, or no step"
+        )
+    return source
+
+
+def _described(seen: Json) -> str:
+    format_name, step, tensors = seen
+    return f"{format_name} of step {step} with {tensors} tensors"
+
+
+def _from_rank_0(look: Callable[[], Recognized | None]) -> Recognized | None:
+    def read() -> list[bytes]:
+        found = look()
+        told = None if found is None else [found.format, found.directory, found.file_name]
+        return [json.dumps(told).encode()]
+
+    (data,) = from_rank_0(read)
+    told = json.loads(bytes(data))
+    return None if told is None else Recognized(Format(told[0]), told[1], told[2])

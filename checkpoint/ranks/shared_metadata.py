@@ -1,0 +1,209 @@
+"""Opens a stored checkpoint on all ranks, with as many requests as one rank would make.
+
+Rank 0 reads the manifest, what says which tensors there are, and the listings if they are small; it
+hands on the bytes. A listing of a large checkpoint is read by one rank, which follows from its
+number, and handed on to those that need it. Whoever gets bytes checks them against the manifest, as
+if it had read them.
+
+Every rank must make the same calls in the same order, as for `checkpoint.ranks.collective`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.stored.metadata import PARALLEL_READS, StoredMetadata
+from keepstep.checkpoint.format.stored.object_names import INDEX, StoredStep
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.steps import list_steps, missing, newest
+from keepstep.checkpoint.ranks.agreement import (
+    exchange,
+    from_rank_0,
+    on_all_ranks,
+    on_all_ranks_telling,
+)
+from keepstep.checkpoint.ranks.collective import rank, world_size
+
+_LISTINGS_NBYTES = 2**20
+"""All ranks get all listings at once if these have so many bytes at most: it saves messages."""
+
+
+def open_together(
+    url: str, step: int | None = None, generation: int | None = None
+) -> StoredCheckpoint:
+    """Open a checkpoint on all ranks.
+
+    Args:
+        url: as for `StoredCheckpoint.open`.
+        step: as for `StoredCheckpoint.open`.
+        generation: as for `StoredCheckpoint.open`.
+
+    Raises:
+        CheckpointError: as `StoredCheckpoint.open` does, the same on all ranks.
+    """
+    if world_size() == 1:
+        return StoredCheckpoint.open(url, step, generation)
+    told = from_rank_0(lambda: _encode(_read(url, step, generation)))
+    return on_all_ranks(lambda: _of(url, _decode(told)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundCheckpoint:
+    """A checkpoint that rank 0 has found; all ranks have its metadata, or know of its damage."""
+
+    url: str
+    stored: StoredStep
+    told: Sequence[memoryview] = ()
+    damage: str | None = None
+
+    def open(self) -> StoredCheckpoint:
+        """Return the checkpoint; all ranks must call it.
+
+        They share the check of a large one, and then all raise if it fails on any. Otherwise what
+        fails on one rank belongs into `on_all_ranks`.
+
+        Raises:
+            CheckpointDamaged: its metadata is not what was written.
+            CheckpointTooNew: it has a newer format than this release reads.
+        """
+        if self.damage is not None:
+            raise CheckpointDamaged(self.damage)
+        if not self.told:
+            return StoredCheckpoint.open(self.url, self.stored.step, self.stored.generation)
+        # The same on all ranks.
+        _, _, names = json.loads(bytes(self.told[0]))
+        if INDEX not in names:
+            return StoredCheckpoint.of(self.url, _decode(self.told))
+        return on_all_ranks(lambda: _of(self.url, _decode(self.told)))
+
+
+def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
+    """Find the newest checkpoint on rank 0, and hand on its metadata at once.
+
+    So all ranks load the same one even if a new one appears now.
+
+    Args:
+        url: the URL that may have checkpoints.
+        step: only checkpoints of this step; None for any.
+
+    Returns:
+        The checkpoint; None if there is none at all.
+
+    Raises:
+        CheckpointMissing: there are checkpoints, but none of this step.
+        CheckpointError: rank 0 could not look or read, but for damage; on all ranks.
+    """
+
+    def find() -> StoredStep | None:
+        if step is None:
+            return newest(url)
+        steps = list_steps(url)
+        if steps and all(stored.step != step for stored in steps):
+            raise missing(url, step)
+        return next((stored for stored in steps if stored.step == step), None)
+
+    def read() -> list[bytes]:
+        stored = find()
+        if stored is None:
+            return []
+        name = json.dumps([stored.step, stored.generation]).encode()
+        if world_size() == 1:
+            return [name]
+        try:
+            return [name, *_encode(_read(url, stored.step, stored.generation))]
+        except CheckpointDamaged as error:
+            return [name, str(error).encode()]
+
+    told = from_rank_0(read)
+    if not told:
+        return None
+    stored, content = StoredStep(*json.loads(bytes(told[0]))), told[1:]
+    if len(content) == 1:
+        return FoundCheckpoint(url, stored, damage=bytes(content[0]).decode())
+    return FoundCheckpoint(url, stored, content)
+
+
+def _of(url: str, metadata: StoredMetadata) -> StoredCheckpoint:
+    return StoredCheckpoint.of(url, metadata, rank=rank(), world_size=world_size())
+
+
+def _read(url: str, step: int | None, generation: int | None) -> StoredMetadata:
+    return StoredMetadata.read(
+        url, step, generation, for_all_ranks=True, listings_nbytes=_LISTINGS_NBYTES
+    )
+
+
+def _encode(metadata: StoredMetadata) -> list[bytes]:
+    stored, names = metadata.stored, list(metadata.objects)
+    head = json.dumps([stored.step, stored.generation, names]).encode()
+    return [head, metadata.manifest, *(metadata.objects[name] for name in names)]
+
+
+def _decode(told: Sequence[memoryview]) -> StoredMetadata:
+    head, manifest, *contents = map(bytes, told)
+    step, generation, names = json.loads(head)
+    objects = dict(zip(names, contents, strict=True))
+    return StoredMetadata(StoredStep(step, generation), manifest, objects)
+
+
+class SharedListings:
+    """Listings of a checkpoint, each read by one rank, which keeps it to hand it on again.
+
+    Args:
+        source: the checkpoint, the same one on all ranks.
+    """
+
+    def __init__(self, source: StoredCheckpoint) -> None:
+        self._source = source
+        self._ranks = world_size()
+        self._entries = {
+            number: entry
+            for entry in source.manifest.objects
+            if (number := entry.part_number) is not None
+        }
+        self._read: dict[int, bytes] = {}
+
+    def get(self, boxes: Callable[[], Sequence[tuple[str, Box]]]) -> None:
+        """Give the checkpoint what its `locate` needs for these boxes of tensors.
+
+        Args:
+            boxes: returns the boxes that this rank is going to locate; if it fails on one rank,
+                all ranks raise.
+
+        Raises:
+            CheckpointDamaged: a listing is not what was written; on all ranks.
+            CheckpointError: a rank could not read one; on all ranks.
+        """
+        missing, are_any_missing = on_all_ranks_telling(
+            lambda: self._source.missing_listings(boxes()), bool
+        )
+        if not are_any_missing:
+            return
+        by_reader: list[list[int]] = [[] for _ in range(self._ranks)]
+        for number in missing:
+            by_reader[number % self._ranks].append(number)
+        asked = exchange(lambda: [json.dumps(numbers).encode() for numbers in by_reader])
+        answers = exchange(lambda: self._answers(asked))
+        on_all_ranks(lambda: self._hold(by_reader, answers))
+
+    def _answers(self, asked: Sequence[memoryview]) -> list[bytes]:
+        """Read what the ranks have asked this one for; return the bytes for each of them."""
+        by_rank: list[list[int]] = [json.loads(bytes(numbers)) for numbers in asked]
+        wanted = sorted({n for numbers in by_rank for n in numbers} - self._read.keys())
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
+            contents = pool.map(lambda n: self._source.verified(self._entries[n].name), wanted)
+            self._read.update(zip(wanted, contents, strict=True))
+        return [b"".join(self._read[n] for n in numbers) for numbers in by_rank]
+
+    def _hold(self, by_reader: Sequence[Sequence[int]], answers: Sequence[memoryview]) -> None:
+        for numbers, answer in zip(by_reader, answers, strict=True):
+            start = 0
+            for number in numbers:
+                entry = self._entries[number]
+                self._source.hold(entry, bytes(answer[start : start + entry.nbytes]))
+                start += entry.nbytes
