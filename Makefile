@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test lint demo bench gpu mutants convert-test clean
+.PHONY: setup check test campaign lint demo bench gpu mutants convert-test clean
 
 setup: $(STAMP)
 
@@ -12,10 +12,26 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo]'
 	touch $@
 
+# While writing: everything that needs no job. It computes, so there is a test for each core.
+check: lint
+	$(BIN)/python -m pytest -m 'not campaign' --numprocesses 2 --dist worksteal \
+		tests/unit tests/sim
+
+# Everything that protects a user; CI runs it.
 # Much of a job's test is waiting for processes: four tests run side by side on two cores.
 # A job has ten processes: where Python shall keep no bytecode, each compiles all sources again.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not campaign' \
+		--numprocesses 4 --dist worksteal --durations 50
+
+# Searches for faults that no test has: random faults, walks through layouts, random bytes,
+# changes of the code that tests must notice, and conversions with the tools themselves.
+MINUTES ?= 30
+SEED ?= 1
+campaign: mutants convert-test
+	$(BIN)/python -m pytest -m campaign
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python ops/bench/chaos.py --minutes $(MINUTES) --seed $(SEED)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -60,6 +60,7 @@ def test_job_whose_coordinator_is_away_for_long_meanwhile_keeps_them_too() -> No
     assert min(reached[kind] for kind in OUTAGES) > 0
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.timeout(600)
 def test_a_mutant_is_noticed(name: str) -> None:

@@ -173,7 +173,7 @@ def lead(nodes: Nodes, store: TCPStore, visits: Sequence[Visit]) -> Iterator[str
 
 
 # What was restored is compared at a low priority in each visit, before anything is committed.
-@pytest.mark.long
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_every_layout_changes_into_every_other_one_in_the_middle_of_a_run(tmp_path: Path) -> None:
     first, by_way_of, *_, last = LAYOUTS

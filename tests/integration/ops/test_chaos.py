@@ -12,7 +12,7 @@ KINDS = ("worker_kill", "node_kill", "member_kill", "objects_torn")
 
 
 # On a loaded machine the job takes minutes; what is too slow is decided by the campaign itself.
-@pytest.mark.long
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_job_survives_a_schedule_of_faults_with_every_sample_and_loss(tmp_path: Path) -> None:
     options = [f"--kind={kind}" for kind in KINDS]
