@@ -77,6 +77,7 @@ from keepstep.checkpoint.live.tensors import (
     plain,
     torch_dtype,
 )
+from keepstep.torch_internals import has_plan_caching
 
 log = logging.getLogger("keepstep")
 
@@ -169,7 +170,7 @@ class Writer(StorageWriter):
             LayoutMismatch: the planner caches plans; refused at the first save, not at the second,
                 which would be the first to be wrong.
         """
-        if getattr(planner, "_enable_plan_caching", False):
+        if has_plan_caching(planner):
             raise _plan_caching_refused()
         own: _RankPlan = plan.storage_data
         items: dict[str, list[WriteItem]] = defaultdict(list)

@@ -66,6 +66,7 @@ from keepstep.checkpoint.live.tensors import (
     local_of,
     specs_of,
 )
+from keepstep.torch_internals import own_buffers, own_modules, own_parameters
 
 _LOCAL = operator.attrgetter("_local_tensor")
 _PARAMETERS = operator.itemgetter("params")
@@ -275,13 +276,14 @@ class LiveStateReader:
         sized: list[Mapping[Any, Any]] = [
             holder
             for module in modules
-            for holder in (module._modules, module._parameters, module._buffers)
+            for holder in (own_modules(module), own_parameters(module), own_buffers(module))
         ]
         empty: list[tuple[Mapping[str, Any], str]] = [
             (holder, leaf) for holder, leaf in containers.values() if holder[leaf] is None
         ]
         for module in modules:
-            places += [(module._modules, name, child) for name, child in module._modules.items()]
+            children = own_modules(module)
+            places += [(children, name, child) for name, child in children.items()]
         is_derived = False
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name not in self._tied:
@@ -434,7 +436,7 @@ def _containers_by_name(
     return {
         clean(f"{path}.{leaf}" if path else leaf): (holder, leaf)
         for path, module in model.named_modules(remove_duplicate=False)
-        for holder in (module._parameters, module._buffers)
+        for holder in (own_parameters(module), own_buffers(module))
         for leaf in holder
     }
 

@@ -31,6 +31,13 @@ from keepstep.checkpoint.live.tensors import (
     plain,
     torch_dtype,
 )
+from keepstep.torch_internals import (
+    load_state_dict_pre_hooks,
+    own_buffers,
+    own_parameters,
+    set_state_dict_versions,
+    state_dict_versions,
+)
 
 _EXTRA_STATE = "_extra_state"
 _OF_TORCH = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "torch.fx.")
@@ -171,7 +178,7 @@ def fit_computed(live: LiveState, source: Source) -> LiveState:
         (name, fitted.get(id(value), value)) for name, value in computed.entries.items()
     )
     # The versions of the modules' formats, which `load_state_dict` reads there.
-    vars(entries)["_metadata"] = getattr(computed.entries, "_metadata", None)
+    set_state_dict_versions(entries, state_dict_versions(computed.entries))
     return LiveState(tuple(tensors), live.documents, replace(computed, entries=entries))
 
 
@@ -206,7 +213,8 @@ class _Modules:
         """Return whether an entry is an extra state, or called as a parameter or buffer."""
         path, leaf = self._split(name)
         return leaf == _EXTRA_STATE or any(
-            leaf in module._parameters or leaf in module._buffers for module in self._by_path[path]
+            leaf in own_parameters(module) or leaf in own_buffers(module)
+            for module in self._by_path[path]
         )
 
     def takes(self, name: str) -> bool:
@@ -217,7 +225,7 @@ class _Modules:
         return self.is_own(name) or any(
             is_overridden(module, "load_state_dict")
             or is_overridden(module, "_load_from_state_dict")
-            or has_foreign_hooks(module._load_state_dict_pre_hooks)
+            or has_foreign_hooks(load_state_dict_pre_hooks(module))
             for above in self._paths_above(path)
             for module in self._by_path.get(above, ())
         )
@@ -269,7 +277,7 @@ def _memory_of(model: nn.Module) -> Collection[object]:
     return {
         _place_of(tensor)
         for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
+        for tensors in (own_parameters(module), own_buffers(module))
         for tensor in tensors.values()
         if tensor is not None
     }

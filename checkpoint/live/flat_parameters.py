@@ -21,8 +21,19 @@ from keepstep.checkpoint.format.layout.wrapper_names import without_wrappers
 from keepstep.checkpoint.live.computed import has_foreign_hooks, is_overridden
 from keepstep.checkpoint.live.flat_fragment import describe_range
 from keepstep.checkpoint.live.tensors import LiveTensor, local_of
-
-_FLAT_PARAMETER = "_flat_param"
+from keepstep.torch_internals import (
+    FLAT_PARAMETER,
+    flat_infos,
+    flat_names,
+    flat_places,
+    flat_views,
+    fsdp1_handle,
+    is_gathered,
+    non_persistent_buffers,
+    own_buffers,
+    own_parameters,
+    state_dict_hooks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +103,7 @@ class FlatUnit:
 
         Writes to a parameter are counted by what an optimizer holds.
         """
-        originals: list[torch.Tensor] | None = self.handle.flat_param._params
+        originals: list[torch.Tensor] | None = flat_views(self.handle.flat_param)
         if originals is None:
             yield self.flat, self.ranges
             return
@@ -111,9 +122,10 @@ def flat_units(model: nn.Module) -> tuple[FlatUnit, ...]:
     if fsdp is None:
         return ()
     return tuple(
-        _unit(_prefix(without_wrappers(path)), module._handle)
+        _unit(_prefix(without_wrappers(path)), handle)
         for path, module in model.named_modules()
-        if isinstance(module, fsdp.FullyShardedDataParallel) and module._handle is not None
+        if isinstance(module, fsdp.FullyShardedDataParallel)
+        and (handle := fsdp1_handle(module)) is not None
     )
 
 
@@ -134,7 +146,7 @@ def reshard(model: nn.Module, units: Iterable[FlatUnit]) -> None:
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
     for unit in units:
-        gathered = hasattr(unit.flat, "_full_param_padded") and not unit.handle.needs_unshard()
+        gathered = is_gathered(unit.flat) and not unit.handle.needs_unshard()
         if unit.handle.uses_sharded_strategy and gathered:
             unit.handle.reshard(free_unsharded_flat_param=True)
 
@@ -163,18 +175,19 @@ def unmanaged_containers(
         if (
             is_overridden(module, "state_dict")
             or is_overridden(module, "_save_to_state_dict")
-            or has_foreign_hooks(module._state_dict_hooks)
+            or has_foreign_hooks(state_dict_hooks(module))
         ):
             raise LayoutMismatch(
                 f"model/{without_wrappers(path)}: a {type(module).__name__} computes its "
                 "state_dict(), which would gather all parameters of FSDP1, and is not called; use "
                 "fully_shard"
             )
-        persistent = module._buffers.keys() - module._non_persistent_buffers_set
-        leaves = [(module._parameters, leaf) for leaf in module._parameters]
-        leaves += [(module._buffers, leaf) for leaf in module._buffers if leaf in persistent]
+        parameters, buffers = own_parameters(module), own_buffers(module)
+        persistent = buffers.keys() - non_persistent_buffers(module)
+        leaves: list[tuple[dict[str, Any], str]] = [(parameters, leaf) for leaf in parameters]
+        leaves += [(buffers, leaf) for leaf in buffers if leaf in persistent]
         for holder, leaf in leaves:
-            if leaf != _FLAT_PARAMETER and (id(module), leaf) not in managed:
+            if leaf != FLAT_PARAMETER and (id(module), leaf) not in managed:
                 name = without_wrappers(f"{path}.{leaf}" if path else leaf)
                 containers[name] = (holder, leaf)
     return containers
@@ -186,12 +199,9 @@ def _prefix(path: str) -> str:
 
 def _unit(prefix: str, handle: Any) -> FlatUnit:
     flat = handle.flat_param
-    names = [prefix + without_wrappers(name) for name in flat._fqns]
+    names = [prefix + without_wrappers(name) for name in flat_names(flat)]
     ranges = []
-    for name, shape, contiguous, extension, info in zip(
-        names, flat._shapes, flat._contiguities, flat._param_extensions, flat._shard_param_infos,
-        strict=True,
-    ):  # fmt: skip
+    for name, (shape, contiguous, extension, info) in zip(names, flat_places(flat), strict=True):
         if extension is not None:
             raise LayoutMismatch(
                 f"{name}: FSDP1 over tensor parallelism cannot be stored; use fully_shard"
@@ -211,14 +221,14 @@ def _unit(prefix: str, handle: Any) -> FlatUnit:
                 offset=info.offset_in_shard if held else 0,
             )
         )
+    infos, shared_infos = flat_infos(flat)
     tied = {
         _joined(prefix, shared.module_name, shared.param_name): _joined(
             prefix, shared.prim_module_name, shared.prim_param_name
         )
-        for shared in flat._shared_param_infos
+        for shared in shared_infos
     }
-    infos = (*flat._param_infos, *flat._shared_param_infos)
-    places = frozenset((id(info.module), info.param_name) for info in infos)
+    places = frozenset((id(info.module), info.param_name) for info in (*infos, *shared_infos))
     return FlatUnit(handle=handle, ranges=tuple(ranges), tied=tied, places=places)
 
 

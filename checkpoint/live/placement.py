@@ -11,12 +11,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.integers import ceil_div
 from keepstep.checkpoint.format.layout.part_table import PartTable
+from keepstep.torch_internals import strided_shard
 
 
 def local_box(
@@ -165,14 +166,14 @@ def _splits(
             raise LayoutMismatch(
                 f"a tensor placed as {placement} cannot be stored; redistribute it first"
             )
-        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        factor = int(placement.split_factor) if isinstance(placement, strided_shard()) else 1
         splits[dimension].append(_Split(parts, number, factor, axis))
     return splits
 
 
 def _dimension(placement: Placement, dimensions: int) -> int | None:
     """Return which dimension of a tensor a placement splits; None if it splits none."""
-    if isinstance(placement, Shard | _StridedShard):
+    if isinstance(placement, (Shard, strided_shard())):
         return int(placement.dim % dimensions)
     return None
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.names import is_text
+from keepstep.torch_internals import is_wrapper_subclass
 
 
 def check_storable(key: str, local: torch.Tensor) -> None:
@@ -91,11 +91,7 @@ def is_made_of_tensors(tensor: torch.Tensor) -> bool:
 
     Such are torchao's quantized weights and optimizer states.
     """
-    return (
-        not isinstance(tensor, DTensor)
-        and not tensor.is_nested
-        and is_traceable_wrapper_subclass(tensor)
-    )
+    return not isinstance(tensor, DTensor) and not tensor.is_nested and is_wrapper_subclass(tensor)
 
 
 def tensors_within(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ import torch
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.live.tensors import bytes_of, is_plain
 from keepstep.checkpoint.snapshot.isal import isal
+from keepstep.torch_internals import copy_all
 
 _LEAST_NBYTES = 2**20
 """Smaller ones are copied together: each call of its own needs the GIL again."""
@@ -52,7 +53,7 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
         if nbytes < source.nbytes:
             rest.append((bytes_of(target)[nbytes:], bytes_of(source)[nbytes:]))
     if rest:
-        torch._foreach_copy_([target for target, _ in rest], [source for _, source in rest])
+        copy_all([target for target, _ in rest], [source for _, source in rest])
 
 
 def _can_stream(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, overlappin
 from keepstep.checkpoint.format.layout.source import TensorSpec
 from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.storable import check_storable
+from keepstep.torch_internals import flat_shard, local_tensor, with_local_tensor
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.live.computed import ComputedTensors
@@ -281,12 +282,7 @@ def placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
         tensor: gives the shape, the mesh and the placements.
         local: this rank's shard, of any data type; it is not copied.
     """
-    spec = tensor._spec
-    assert spec.tensor_meta is not None, "a tensor that exists has a shape"
-    if local.dtype != spec.tensor_meta.dtype:
-        meta = spec.tensor_meta._replace(dtype=local.dtype)
-        spec = spec.shallow_copy_with_tensor_meta(meta)
-    return DTensor(local, spec, requires_grad=False)
+    return with_local_tensor(tensor, local)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,12 +291,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     It is the same object at every call.
     """
     # `to_local` makes a new tensor at every call: too slow for every step, and its identity means
-    # nothing.
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    # While FSDP1 computes, its flat parameter has other memory than this rank's shard of it.
-    shard: torch.Tensor = getattr(tensor, "_local_shard", tensor)
-    return shard
+    # nothing. While FSDP1 computes, its flat parameter has other memory than this rank's shard.
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else flat_shard(tensor)
 
 
 def offset_nbytes(data: torch.Tensor, owner: torch.Tensor) -> int:

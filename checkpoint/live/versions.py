@@ -7,7 +7,6 @@ noticed; memory that is no longer the tensor's (`p.data = ...`) is.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -16,8 +15,7 @@ import torch
 
 from keepstep.checkpoint.errors import StateChanged
 from keepstep.checkpoint.live.tensors import LiveTensor
-
-_VERSION = operator.attrgetter("_version")
+from keepstep.torch_internals import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class WatchedTensors:
 
     def versions(self) -> list[int]:
         """Return the version counters as they are now."""
-        return list(map(_VERSION, self.owners))
+        return list(map(version_of, self.owners))
 
     def check_unchanged(self, versions: Sequence[int], step: int) -> None:
         """Check that nothing was written since `versions` returned these counters.
@@ -48,7 +46,7 @@ class WatchedTensors:
             StateChanged: a tensor was written to, or given other memory; the message names it.
         """
         for tensor, owner, version in zip(self.tensors, self.owners, versions, strict=True):
-            if owner._version != version:
+            if version_of(owner) != version:
                 raise StateChanged(
                     f"{tensor.key} was written to while step {step} was being copied"
                 )

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
+from keepstep import torch_internals
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.live.tensors import LiveTensor, bytes_of
 
@@ -52,7 +53,7 @@ def world_size() -> int:
 
 def default_store() -> Store | None:
     """Return the store that the process group was made with; None without a process group."""
-    return _get_default_store() if _is_collective() else None
+    return torch_internals.default_store() if _is_collective() else None
 
 
 def all_gather_json(message: Json) -> list[Json]:

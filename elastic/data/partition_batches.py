@@ -15,7 +15,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.collation import (
@@ -33,6 +32,7 @@ from keepstep.elastic.data.position import StreamPosition, WholePosition
 from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
 from keepstep.elastic.data.split_stream import SplitStream
 from keepstep.elastic.errors import UsageError
+from keepstep.torch_internals import pin_memory
 
 log = logging.getLogger("keepstep")
 

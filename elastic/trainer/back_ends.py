@@ -16,24 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from keepstep.torch_internals import back_end, device_types
+
 
 def known_back_end(group: dist.ProcessGroup, device: torch.device) -> Any | None:
     """Return a group's back end on a device; None if it is neither NCCL's nor gloo's."""
-    back_end: Any = group._get_backend(device)
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-    wrapper = distributed_c10d._ProcessGroupWrapper  # type: ignore[attr-defined]
-    while isinstance(back_end, wrapper):
-        back_end = back_end.wrapped_pg
-    if isinstance(back_end, dist.ProcessGroupGloo):
-        return back_end
-    if dist.is_nccl_available() and isinstance(back_end, distributed_c10d.ProcessGroupNCCL):
-        return back_end
+    known = back_end(group, device)
+    if isinstance(known, dist.ProcessGroupGloo):
+        return known
+    if dist.is_nccl_available() and isinstance(known, distributed_c10d.ProcessGroupNCCL):
+        return known
     return None
 
 
 def list_ranks(group: dist.ProcessGroup) -> None:
     """Give the back ends of a default group the list of its ranks, which PyTorch leaves out."""
-    for device in group._device_types:
-        back_end = known_back_end(group, device)
-        if back_end is not None:
-            back_end.options.global_ranks_in_group = list(range(group.size()))
+    for device in device_types(group):
+        known = known_back_end(group, device)
+        if known is not None:
+            known.options.global_ranks_in_group = list(range(group.size()))

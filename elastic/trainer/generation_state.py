@@ -23,7 +23,6 @@ from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.bad_steps import StepJudge
-from keepstep.elastic.trainer.compiled_code import drop_compiled_code
 from keepstep.elastic.trainer.failed_frames import forget_locals
 from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.passes import Passes
@@ -37,6 +36,7 @@ from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained, Ready, Restored
 from keepstep.elastic.worker.peer_failure import text_of
 from keepstep.elastic.worker.session import Session, wall_clock_s
+from keepstep.torch_internals import drop_compiled_code
 
 log = logging.getLogger("keepstep")
 

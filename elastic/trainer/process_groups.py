@@ -22,13 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._redistribute import (
-    _gen_transform_infos,
-    clear_redistribute_planner_cache,
-)
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.back_ends import known_back_end, list_ranks
@@ -39,6 +33,14 @@ from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.exception_hook import RankPrefix
 from keepstep.elastic.worker.messages import Assignment
+from keepstep.torch_internals import (
+    clear_sharding_caches,
+    group_count,
+    group_names,
+    mesh_group_names,
+    mesh_groups,
+    reset_group_count,
+)
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 # keepstep decides when a collective has failed. PyTorch's own limit would also end a rank that
@@ -177,14 +179,16 @@ class ProcessGroups:
         the caches are cleared with the mesh. To fill them again takes as long as a small step.
         """
         kept, self._kept = self._kept, None
-        if kept is not None and kept[0] == place and kept[1]._dim_group_names == [group.group_name]:
+        if (
+            kept is not None
+            and kept[0] == place
+            and mesh_group_names(kept[1]) == [group.group_name]
+        ):
             mesh = kept[1]
             # Compiled code finds groups here, all other by their names.
-            mesh._pg_registry[group.group_name] = group
+            mesh_groups(mesh)[group.group_name] = group
         else:
-            _clear_sharding_prop_cache()
-            _gen_transform_infos.cache_clear()
-            clear_redistribute_planner_cache()
+            clear_sharding_caches()
             mesh = init_device_mesh(self._device.type, place.sizes, mesh_dim_names=place.dimensions)
         self._entered = (place, mesh)
         return mesh
@@ -193,8 +197,8 @@ class ProcessGroups:
         """Keep the mesh for the next generation if it refers to the group of all ranks only."""
         entered, self._entered = self._entered, None
         # What is cached may refer to any group, and the next generation may name others so.
-        if entered is not None and len(_world.pg_names) == _world.group_count == 1:
-            entered[1]._pg_registry.clear()
+        if entered is not None and len(group_names()) == group_count() == 1:
+            mesh_groups(entered[1]).clear()
             self._kept = entered
 
     def finish(self) -> None:
@@ -223,9 +227,7 @@ class ProcessGroups:
                 return
             connections, self._connections = self._connections, frozenset()
             if self._abort is None and self.awaits_abort_order:
-                self._abort = GroupAbort(
-                    tuple(_world.pg_names), self._device, telemetry.calls_inside
-                )
+                self._abort = GroupAbort(tuple(group_names()), self._device, telemetry.calls_inside)
         for descriptor, name in connections:
             _shut_down(descriptor, name)
 
@@ -250,13 +252,13 @@ class ProcessGroups:
                     raise ProcessUnusable("keepstep rebuilds process groups only of NCCL and gloo")
                 # To free NCCL's groups on another thread was never tried.
                 if self._device.type != "cuda":
-                    self._retired.retire(_world.pg_names)
+                    self._retired.retire(group_names())
                 dist.destroy_process_group()
             self._abort = None
         self._retired.free()
         # torch names a group by this count, which failed attempts increase too: without a reset a
         # new process would look for this rank in a group of another name.
-        _world.group_count = 0
+        reset_group_count()
         if self._device.type == "cuda":
             # Another world size needs blocks of other sizes.
             torch.cuda.empty_cache()
@@ -295,7 +297,7 @@ def _connect_all(device: torch.device) -> None:
     NCCL connects at the first one. An abort while a thread connects is what NCCL forbids, so it is
     done here, where nothing is computed yet.
     """
-    for group in tuple(_world.pg_names):
+    for group in tuple(group_names()):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)
 

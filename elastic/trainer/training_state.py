@@ -50,6 +50,7 @@ from keepstep.elastic.trainer.restored_parts import (
 )
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State
+from keepstep.torch_internals import apply_to_tensors, own_buffers, own_parameters
 
 log = logging.getLogger("keepstep")
 
@@ -524,12 +525,12 @@ def _materialize(model: nn.Module, device: torch.device) -> bool:
     entries = [
         (module, name, tensor)
         for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
+        for tensors in (own_parameters(module), own_buffers(module))
         for name, tensor in tensors.items()
         if tensor is not None
     ]
     # `to_empty`, but for what DTensor would find out of it: a millisecond for each new shape.
-    model._apply(lambda tensor: _with_memory(tensor, device))
+    apply_to_tensors(model, lambda tensor: _with_memory(tensor, device))
     # A tensor that leaves the meta device becomes another object in each module that has it.
     first: dict[int, torch.Tensor] = {}
     for module, name, before in entries:

@@ -133,12 +133,14 @@ def obstacle_to_forking(own: frozenset[int]) -> str:
     """
     import torch
 
+    from keepstep import torch_internals
+
     accelerators = _accelerators(torch)
     # A first fork. OpenBLAS ends its threads before one, and starts them again at their first use.
     child = os.fork()
     if child == 0:
         with _ending_this_process():
-            if any(module._is_in_bad_fork() for module in accelerators.values()):
+            if any(map(torch_internals.is_in_bad_fork, accelerators.values())):
                 os._exit(1)
     _, status = os.waitpid(child, 0)
     used = [name for name, module in accelerators.items() if module.is_initialized()]
@@ -149,13 +151,14 @@ def obstacle_to_forking(own: frozenset[int]) -> str:
 
 def _accelerators(torch: ModuleType) -> dict[str, ModuleType]:
     """Return the modules of accelerators that may be in use, by name."""
-    names = (*_ACCELERATORS, torch._C._get_privateuse1_backend_name())
+    from keepstep import torch_internals
+
+    names = (*_ACCELERATORS, torch_internals.private_accelerator_name())
     return {
         name: module
         for name in names
         if isinstance(module := getattr(torch, name, None), ModuleType)
-        and hasattr(module, "is_initialized")
-        and hasattr(module, "_is_in_bad_fork")
+        and torch_internals.is_accelerator(module)
     }
 
 

@@ -49,8 +49,8 @@ def _compute_plain_step() -> None:
 def _compute_sharded_step() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.distributed_c10d import _world
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from keepstep import torch_internals
 
     try:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -59,15 +59,15 @@ def _compute_sharded_step() -> None:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         _train(mesh)
         # A group lives as long as anything refers to it, and PyTorch keeps meshes in its caches.
-        mesh._pg_registry.clear()
-        _clear_sharding_prop_cache()
+        torch_internals.mesh_groups(mesh).clear()
+        torch_internals.clear_sharding_caches()
         gc.collect()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         # PyTorch names groups by this count, which failed attempts increase too; all ranks must
         # find the job's under one name.
-        _world.group_count = 0
+        torch_internals.reset_group_count()
 
 
 def _train(mesh: DeviceMesh) -> None:

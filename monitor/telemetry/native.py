@@ -219,7 +219,7 @@ def _compile(target: Path) -> None:
     command = [
         *compiler.split(), "-std=c++20", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread",
         "-o", str(target), *map(str, sorted(SOURCES.glob("*.cpp"))),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         # PyTorch's own headers are not free of warnings.
         "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include"),
         f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ldl",

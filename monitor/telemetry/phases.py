@@ -32,11 +32,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 from keepstep.monitor.records import Phase
 from keepstep.monitor.telemetry.recorder import Recorder
+from keepstep.torch_internals import data_loader_iterator
 
 _SHORT_COLLECTION_S = 1e-3
 # Calls within this time are one record, so that a model that generates token by token does not
@@ -69,7 +69,7 @@ class AutomaticPhases:
         ]
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         self._wrap(torch.autograd, "backward", Phase.BACKWARD)
-        self._wrap(dataloader._BaseDataLoaderIter, "__next__", Phase.DATA_WAIT)
+        self._wrap(data_loader_iterator(), "__next__", Phase.DATA_WAIT)
         self._wrap(torch, "save", Phase.CHECKPOINT)
         gc.callbacks.append(self._on_collection)
         self._arm()

@@ -197,9 +197,11 @@ class Recorder:
 
 def _global_ranks(name: str, size: int) -> Sequence[int]:
     """Return a group's global ranks; 0 to `size` for a group created outside torch.distributed."""
-    from torch.distributed import distributed_c10d
+    import torch.distributed as dist
 
-    for group, known in list(distributed_c10d._world.pg_names.items()):
+    from keepstep.torch_internals import group_names
+
+    for group, known in list(group_names().items()):
         if known == name and group.size() == size:
-            return distributed_c10d.get_process_group_ranks(group)
+            return dist.get_process_group_ranks(group)
     return range(size)

@@ -33,6 +33,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "notices": "",
         "processes": "notices",
         "transport": "",
+        "torch_internals": "",
         # checkpoint
         "checkpoint.errors": "",
         "checkpoint.format": "",
@@ -65,15 +66,15 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.convert.write": (
             "checkpoint.convert.read checkpoint.convert.rules checkpoint.errors"
             " checkpoint.format.content_check checkpoint.format.layout checkpoint.format.stored"
-            " checkpoint.live processes"
+            " checkpoint.live processes torch_internals"
         ),
         "checkpoint.live": (
             "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.isal"
-            " checkpoint.snapshot.memory"
+            " checkpoint.snapshot.memory torch_internals"
         ),
         "checkpoint.ranks": (
             "checkpoint.errors checkpoint.format.garbage checkpoint.format.layout"
-            " checkpoint.format.stored checkpoint.live"
+            " checkpoint.format.stored checkpoint.live torch_internals"
         ),
         "checkpoint.ranks.shared_foreign": (
             "checkpoint.convert.read checkpoint.errors checkpoint.format.layout checkpoint.ranks"
@@ -90,6 +91,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.dcp": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
+            " torch_internals"
         ),
         "checkpoint.cli": (
             "checkpoint.convert.read checkpoint.convert.rules checkpoint.convert.write"
@@ -104,7 +106,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.progress": "",
         "monitor.secret": "monitor.errors private_files",
         "monitor.signing": "",
-        "monitor.telemetry": "monitor.errors monitor.records",
+        "monitor.telemetry": "monitor.errors monitor.records torch_internals",
         "monitor.diagnosis": "monitor.records monitor.verdicts",
         "monitor.contracts": "monitor.diagnosis monitor.records monitor.verdicts",
         "monitor.node": ("monitor.contracts monitor.diagnosis monitor.records monitor.telemetry"),
@@ -144,18 +146,18 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.worker": (
             "checkpoint.errors checkpoint.format.layout elastic.errors elastic.rendezvous"
             " log_format monitor monitor.errors monitor.progress monitor.telemetry notices"
-            " processes transport"
+            " processes torch_internals transport"
         ),
         "elastic.agent": (
             "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.memory"
             " checkpoint.snapshot.server elastic.errors elastic.rendezvous elastic.store"
             " elastic.worker monitor.node monitor.progress notices processes transport"
         ),
-        "elastic.data": "checkpoint.format.layout elastic.errors notices",
+        "elastic.data": "checkpoint.format.layout elastic.errors notices torch_internals",
         "elastic.trainer": (
             "checkpoint.api checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
             " checkpoint.live checkpoint.ranks checkpoint.snapshot.memory"
-            " elastic.data elastic.errors elastic.rendezvous elastic.worker monitor"
+            " elastic.data elastic.errors elastic.rendezvous elastic.worker monitor torch_internals"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +28,7 @@ from keepstep.checkpoint.convert.write.torch_pieces import file_around_tensor, t
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.source import TensorSpec
 from keepstep.checkpoint.live.tensors import torch_dtype
+from keepstep.torch_internals import dcp_storage_info
 
 Path = tuple[str | int, ...]
 """Where a value is in the state: keys of mappings, and indices of lists."""
@@ -107,7 +108,7 @@ def metadata_file(
             Megatron-Core's folders do not have them.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    stored: dict[MetadataIndex, _StorageInfo] = {}
+    stored: dict[MetadataIndex, object] = {}
     for tensor in tensors:
         described[tensor.name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=torch_dtype(tensor.spec.dtype)),
@@ -134,5 +135,5 @@ def metadata_file(
     return pickle.dumps(metadata)
 
 
-def _info(place: EntryPlace) -> _StorageInfo:
-    return _StorageInfo(place.file_name, place.offset, place.nbytes)
+def _info(place: EntryPlace) -> object:
+    return dcp_storage_info(place.file_name, place.offset, place.nbytes)

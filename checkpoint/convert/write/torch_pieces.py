@@ -25,6 +25,7 @@ from keepstep.checkpoint.convert.write.pieces_of_files import (
     joined,
 )
 from keepstep.checkpoint.live.tensors import torch_dtype
+from keepstep.torch_internals import fake_tensors
 
 # The name of a storage's entry, and what follows it up to the storage.
 _STORAGE = re.compile(rb"/data/(\d+)(?:FB..Z*)?\Z", re.DOTALL)
@@ -39,10 +40,7 @@ def torch_pieces(tree: object, pickle_module: Any = pickle) -> tuple[Piece, ...]
             file once.
         pickle_module: as for `torch.save`.
     """
-    # Loaded only here: it takes seconds.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
+    with fake_tensors():
         tensors = _Tensors()
         content = tensors.placed(tree)
         parts = _saved(content, pickle_module)

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import sys
 import torch
-from keepstep.elastic.trainer.compiled_code import drop_compiled_code
+from keepstep.torch_internals import drop_compiled_code
 
 if sys.argv[1:]:
     import torch._dynamo
