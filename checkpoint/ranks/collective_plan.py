@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.format.garbage import collections_put_off
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.format.layout.documents import (
@@ -305,14 +304,12 @@ def _plan(
     ranks = world_size()
     planners = planner_count(ranks)
 
-    @collections_put_off()
     def boxes_for_planners() -> dict[int, Json]:
         split = entries_by_planner([tensor.entry() for tensor in held], planners)
         return {planner_rank(number): part for number, part in enumerate(split)}
 
     boxes = _exchange_json(boxes_for_planners)
 
-    @collections_put_off()
     def plan_own_share() -> dict[int, Json]:
         number, is_planner = divmod(rank(), planner_rank(1))
         if is_planner != 0:
@@ -326,7 +323,6 @@ def _plan(
     answers = _exchange_json(plan_own_share)
     merged: list[tuple[WriterPlan, TensorPlan, Pieces]] = []
 
-    @collections_put_off()
     def ask_for_pieces() -> dict[int, Json]:
         own, tensors, wanted = _merged([_decode(answer) for answer in answers.values()])
         merged.append((own, tensors, wanted))
@@ -352,7 +348,6 @@ def _plan(
         plan = plan_of((), goes_beside=False)
         return plan, _exchange_of(plan, held)
 
-    @collections_put_off()
     def plan_rounds() -> tuple[SharedPlan, _Prepared | None]:
         counts, nbytes, requests = zip(
             *(_decode(asked[peer]) for peer in range(ranks)), strict=True

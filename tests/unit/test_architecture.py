@@ -37,11 +37,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # checkpoint
         "checkpoint.errors": "",
         "checkpoint.format": "",
-        "checkpoint.format.garbage": "",
         "checkpoint.format.layout": "checkpoint.errors",
-        "checkpoint.format.stored": (
-            "checkpoint.errors checkpoint.format.garbage checkpoint.format.layout"
-        ),
+        "checkpoint.format.stored": ("checkpoint.errors checkpoint.format.layout"),
         "checkpoint.format.zarr_extensions": "checkpoint.errors checkpoint.format.stored",
         "checkpoint.format.content_check": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
@@ -73,8 +70,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " checkpoint.snapshot.memory torch_internals"
         ),
         "checkpoint.ranks": (
-            "checkpoint.errors checkpoint.format.garbage checkpoint.format.layout"
-            " checkpoint.format.stored checkpoint.live torch_internals"
+            "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
+            " torch_internals"
         ),
         "checkpoint.ranks.shared_foreign": (
             "checkpoint.convert.read checkpoint.errors checkpoint.format.layout checkpoint.ranks"

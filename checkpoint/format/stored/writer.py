@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from keepstep.checkpoint.format.garbage import collections_put_off
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.content_digest import chunk_hash, sum_of
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
@@ -248,7 +247,6 @@ def publish(
     )
 
 
-@collections_put_off()
 def contents(
     stored: StoredStep,
     parts: Sequence[StoredObject],
