@@ -1,4 +1,4 @@
-"""Starts helper processes, ties their lives to their parent's, and sets what they may open.
+"""Starts helper processes, ties their lives to their parent's, sets priorities and descriptors.
 
 `python -P -m keepstep.processes PARENT_PID PROGRAM [ARGUMENTS...]` becomes another program whose
 life ends with its parent's, and which leaves signals that announce a node's end to it.
@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from keepstep.notices import forbid_notice_handlers
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
+
+_NICENESS = 10
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -96,6 +99,18 @@ def set_title(title: str, module: str) -> None:
     ctypes.memmove(begin, (shown[:room] + tail).ljust(end - begin, b"\0"), end - begin)
     name = ctypes.create_string_buffer(shown.removeprefix(b"keepstep ")[:15])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+
+
+def yield_to_training() -> None:
+    """Give this thread, and those that it starts, a tenth of a busy process's share of a core.
+
+    Not the lowest priority, a hundredth: where training and its data loaders keep all cores busy,
+    nothing would be committed for minutes, and the end of a job waits for its last snapshot.
+    On Linux niceness belongs to threads, and a new thread inherits it. It is counted from the main
+    thread's: the caller may have been started by a thread that yields.
+    """
+    main_thread = os.getpriority(os.PRIO_PROCESS, os.getpid())
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), main_thread + _NICENESS)
 
 
 @contextmanager

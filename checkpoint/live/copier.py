@@ -29,13 +29,13 @@ import torch
 from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.format.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.format.layout.integers import round_up
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.live.packing import pack, signature_of, views_over
 from keepstep.checkpoint.live.state_copies import copies_from
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 
 # An index that grows by a few digits must fit the existing buffer.
 _INDEX_GRANULARITY_NBYTES = 64 * 2**10

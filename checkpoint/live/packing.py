@@ -9,7 +9,7 @@ import torch
 from keepstep.checkpoint.format.layout.boxes import Entry
 from keepstep.checkpoint.format.layout.integers import round_up
 from keepstep.checkpoint.live.tensors import LiveTensor
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 
 ALIGNMENT = 64
 """Bytes: each tensor begins at a multiple of it."""

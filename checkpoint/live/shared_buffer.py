@@ -20,7 +20,7 @@ from keepstep.checkpoint.format.layout.boxes import Entry
 from keepstep.checkpoint.live.packing import signature_of, views_over
 from keepstep.checkpoint.live.state_copies import StateCopies, copies_from
 from keepstep.checkpoint.live.tensors import LiveTensor
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 
 _NUMBER = 0
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from keepstep.checkpoint.live.streaming_copy import copy_tensors
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 
 Tensors = Sequence[torch.Tensor]
 

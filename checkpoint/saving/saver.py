@@ -24,6 +24,7 @@ from typing import Self
 
 import torch
 
+from keepstep.available_memory import available_nbytes
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
@@ -51,7 +52,6 @@ from keepstep.checkpoint.saving.commit_round import as_told_by
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
-from keepstep.checkpoint.snapshot.server.memory_budget import available_nbytes
 
 log = logging.getLogger("keepstep")
 

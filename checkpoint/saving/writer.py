@@ -43,11 +43,10 @@ from keepstep.checkpoint.saving.messages import (
     WriterRequest,
     Written,
 )
-from keepstep.checkpoint.snapshot.memory.arena import Arena, Bytes, box_bytes
-from keepstep.checkpoint.snapshot.server.priority import yield_to_training
+from keepstep.checkpoint.snapshot.arena import Arena, Bytes, box_bytes
 from keepstep.log_format import log_to_stderr
 from keepstep.notices import leave_notices
-from keepstep.processes import die_with_parent
+from keepstep.processes import die_with_parent, yield_to_training
 from keepstep.transport import Connection
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots

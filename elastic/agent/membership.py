@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.action_log import log_action
 from keepstep.elastic.agent.holder_probes import HolderProbes
 from keepstep.elastic.agent.peer_connections import Peer, probe

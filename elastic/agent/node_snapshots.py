@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     AlreadyStored,
     Persisted,
@@ -19,7 +20,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Protected,
     RestoreChecked,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.snapshot.memory.messages import (
     CONTROL_PROTOCOL,
@@ -45,7 +46,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Serving,
     Verify,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt

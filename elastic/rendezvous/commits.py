@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.actions import Action, Commit, Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import begin_persist_if_due
 from keepstep.elastic.rendezvous.rank_assignment import present_members

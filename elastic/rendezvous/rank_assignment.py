@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.snapshot.parity.groups import group_nodes
+from keepstep.checkpoint.format.layout.integers import ceil_div
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.rank_limits import (
     ANY_NUMBER,
     RankLimits,
@@ -138,6 +138,28 @@ def assign_groups(
         replace(member, group=group) for member, group in zip(members, groups, strict=True)
     )
     return placed, min(parity, smallest - 1)
+
+
+def group_nodes(domains: Sequence[str], size: int, parity: int) -> tuple[int, ...]:
+    """Return each node's erasure group, numbered from 0, with failure domains spread over groups.
+
+    Nodes of one rack or switch tend to fail together, so the nodes of a domain go to different
+    groups in turn: no other assignment to as many groups puts fewer nodes of one domain together.
+
+    Args:
+        domains: each node's failure domain; "" means that the node fails on its own.
+        size: the wanted number of nodes in a group. Sizes differ by at most one node; groups are
+            larger where smaller ones could not hold the parity.
+        parity: number of lost nodes that each group must survive.
+    """
+    nodes = len(domains)
+    count = max(1, min(ceil_div(nodes, max(size, 1)), nodes // (parity + 1)))
+    domain_sizes = Counter(domain for domain in domains if domain)
+    # Nodes ordered by domain are assigned to the groups in turn: nodes of one domain get different
+    # groups, and all groups get the same number of nodes.
+    order = sorted(range(nodes), key=lambda n: (-domain_sizes[domains[n]], domains[n], n))
+    groups = {node: turn % count for turn, node in enumerate(order)}
+    return tuple(groups[node] for node in range(nodes))
 
 
 def trusts_uncommitted(view: View) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from keepstep.checkpoint.format.layout.retention import Retention
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.rank_limits import decode_fitting
 

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from traces import Shape, Simulation  # noqa: E402
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId  # noqa: E402
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId  # noqa: E402
 from keepstep.elastic.agent.membership import Membership  # noqa: E402
 from keepstep.elastic.rendezvous.actions import Commit, Open  # noqa: E402
 from keepstep.elastic.rendezvous.decide import decide  # noqa: E402

@@ -30,6 +30,7 @@ import click
 from rich.console import Console
 
 from keepstep.checkpoint.format.layout.boxes import ShardIndex
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.chunking import plan_chunks
 from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
@@ -38,7 +39,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PlanRequest,
     RankHolder,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.plan_exchange import PlanExchange
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory

@@ -43,8 +43,8 @@ import numpy as np
 from rich.console import Console
 
 from examples.local_cluster import process_tree
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import Protected
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.parity.erasure import Combination, parity_rows
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProcess

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory import snapshot_table
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotTable
 
 PLENTY = 2**40
 SHARD_NBYTES = 100

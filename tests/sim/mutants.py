@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from keepstep.checkpoint.errors import SnapshotInvariantViolated
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory import snapshot_table
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotTable
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import (
     checkpoint_schedule,

@@ -32,6 +32,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "log_format": "",
         "notices": "",
         "processes": "notices",
+        "available_memory": "",
         "transport": "",
         "torch_internals": "",
         # checkpoint
@@ -48,11 +49,14 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.snapshot.parity": (
             "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.isal"
         ),
-        "checkpoint.snapshot.memory": "checkpoint.errors checkpoint.format.layout transport",
+        "checkpoint.snapshot.arena": "checkpoint.errors checkpoint.format.layout transport",
+        "checkpoint.snapshot.memory": (
+            "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.arena transport"
+        ),
         "checkpoint.snapshot.server": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
-            " checkpoint.snapshot.memory checkpoint.snapshot.parity"
-            " log_format notices processes transport"
+            " checkpoint.snapshot.arena checkpoint.snapshot.memory checkpoint.snapshot.parity"
+            " available_memory log_format notices processes transport"
         ),
         "checkpoint.convert": "",
         "checkpoint.convert.rules": "checkpoint.errors checkpoint.format.layout",
@@ -66,8 +70,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " checkpoint.live processes torch_internals"
         ),
         "checkpoint.live": (
-            "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.isal"
-            " checkpoint.snapshot.memory torch_internals"
+            "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.arena"
+            " checkpoint.snapshot.isal checkpoint.snapshot.memory torch_internals"
         ),
         "checkpoint.ranks": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
@@ -78,8 +82,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.saving": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
-            " checkpoint.ranks checkpoint.snapshot.memory checkpoint.snapshot.server"
-            " log_format notices processes transport"
+            " checkpoint.ranks checkpoint.snapshot.arena"
+            " available_memory log_format notices processes transport"
         ),
         "checkpoint.api": (
             "checkpoint.convert.read checkpoint.convert.write checkpoint.errors"
@@ -135,10 +139,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.run": "monitor.telemetry",
         # elastic
         "elastic.errors": "",
-        "elastic.rendezvous": (
-            "checkpoint.format.layout checkpoint.snapshot.memory checkpoint.snapshot.parity"
-            " elastic.errors elastic.store"
-        ),
+        "elastic.rendezvous": ("checkpoint.format.layout elastic.errors elastic.store"),
         "elastic.store": "elastic.errors notices private_files processes transport",
         "elastic.worker": (
             "checkpoint.errors checkpoint.format.layout elastic.errors elastic.rendezvous"
@@ -182,7 +183,6 @@ PURE = (
     "checkpoint.convert.read.pieces",
     "checkpoint.convert.read.range_reads",
     "checkpoint.format.layout",
-    "checkpoint.snapshot.parity.groups",
     "checkpoint.snapshot.parity.stripes",
     "checkpoint.convert.rules",
     "checkpoint.format.stored.chunking",

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import DecodedIndex, ShardIndex, decode_index
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory.messages import (
     MAX_INDEX_NBYTES,
     SNAPSHOT_PROTOCOL,
@@ -40,7 +41,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     TensorPlanBytes,
     Unchanged,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import Identity, TransportError, connect
 
 _IDLE_S = 30.0

@@ -25,11 +25,11 @@ from keepstep.checkpoint.format.layout.documents import (
 )
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.planner import Read, plan_available_reads
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.layout.source import BoxRequest, Source, TensorSpec, slots_in
-from keepstep.checkpoint.snapshot.memory.arena import Bytes, box_bytes
+from keepstep.checkpoint.snapshot.arena import Bytes, box_bytes
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import ShardBox
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 
 _PARALLEL_PEERS = 8
 

@@ -18,8 +18,8 @@ import msgspec
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.erasure_group import Count, ErasureGroup, ShardTable
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
 MAX_INDEX_NBYTES = 2**28

@@ -37,19 +37,14 @@ from keepstep.checkpoint.errors import (
     SnapshotInvariantViolated,
     SnapshotUnavailable,
 )
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
 # A buffer larger than twice its shard, and this, was another rank's and is not kept.
 _MAX_UNUSED_NBYTES = 2**20
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class SnapshotId:
-    """A snapshot's name: generations order first, then steps."""
-
-    generation: int
-    step: int
+_NOTHING = SnapshotId(0, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ class SnapshotTable:
 
     generation: int = 0
     fenced: int = 0
-    committed: SnapshotId = SnapshotId(0, -1)
+    committed: SnapshotId = _NOTHING
     shards: Mapping[tuple[SnapshotId, int], ShardBuffer] = field(default_factory=dict)
     free: Mapping[int, int] = field(default_factory=dict)
     granted: Mapping[int, int] = field(default_factory=dict)

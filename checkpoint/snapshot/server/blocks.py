@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.snapshot.memory.arena import Bytes
+from keepstep.checkpoint.snapshot.arena import Bytes
 from keepstep.checkpoint.snapshot.memory.client import translated_transport_errors
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.snapshot.memory.messages import (

@@ -17,10 +17,10 @@ import numpy as np
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.snapshot.memory.arena import Bytes, box_bytes
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Bytes, box_bytes
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import ShardBox
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 
 from keepstep.checkpoint.errors import CheckpointError, SnapshotInvariantViolated
-from keepstep.checkpoint.snapshot.memory.arena import box_bytes, contiguous_range, contiguous_tiles
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import box_bytes, contiguous_range, contiguous_tiles
 from keepstep.checkpoint.snapshot.memory.messages import (
     Begin,
     Begun,
@@ -35,7 +36,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     StripeBytes,
     Table,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.blocks import SnapshotIncomplete
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.protection import Protection

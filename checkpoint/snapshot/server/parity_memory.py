@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
 from keepstep.checkpoint.format.layout.integers import round_up
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup, ShardTable, table_nbytes
 from keepstep.checkpoint.snapshot.memory.messages import ReadStripe
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.blocks import SnapshotIncomplete, stripes_of
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory

@@ -19,6 +19,7 @@ from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.housekeeping import collect_garbage, remove
 from keepstep.checkpoint.format.stored.last_part import LastPart
 from keepstep.checkpoint.format.stored.manifest import StoredObject
@@ -29,7 +30,7 @@ from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.format.stored.writer import ContentSum, publish, write_part
-from keepstep.checkpoint.snapshot.memory.arena import Bytes
+from keepstep.checkpoint.snapshot.arena import Bytes
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import (
     AlreadyStored,
@@ -41,13 +42,12 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PublishFailed,
     ServerEvent,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.snapshot.server.limits import RateLimiter
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.plan_exchange import PlanExchange
-from keepstep.checkpoint.snapshot.server.priority import yield_to_training
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
+from keepstep.processes import yield_to_training
 from keepstep.transport import Identity
 
 log = logging.getLogger("keepstep")

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.checkpoint.format.layout.boxes import Entry
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.chunking import check_storable
 from keepstep.checkpoint.format.stored.shared_plan import entries_by_planner
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 
 

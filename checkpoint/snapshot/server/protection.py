@@ -21,13 +21,13 @@ from itertools import accumulate
 import crc32c
 
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.erasure_group import (
     ErasureGroup,
     ShardLocation,
     ShardTable,
 )
 from keepstep.checkpoint.snapshot.memory.messages import ReadStripe, StripeBytes
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.parity.erasure import parity_rows
 from keepstep.checkpoint.snapshot.server.blocks import (
     ServerConnections,
@@ -39,8 +39,8 @@ from keepstep.checkpoint.snapshot.server.blocks import (
 )
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.snapshot.server.parity_memory import ParityMemory, SnapshotParity
-from keepstep.checkpoint.snapshot.server.priority import yield_to_training
 from keepstep.checkpoint.snapshot.server.snapshot_memory import OwnShard, SnapshotMemory
+from keepstep.processes import yield_to_training
 from keepstep.transport import FileRange, Identity, PeerUnavailable
 
 _RETRY_S = 0.1

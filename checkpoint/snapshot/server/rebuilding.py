@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import crc32c
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.snapshot.memory.arena import Bytes
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Bytes
 from keepstep.checkpoint.snapshot.memory.erasure_group import (
     ErasureGroup,
     ShardLocation,
@@ -23,7 +24,6 @@ from keepstep.checkpoint.snapshot.memory.erasure_group import (
     table_nbytes,
 )
 from keepstep.checkpoint.snapshot.memory.messages import ReadStripe, ReadTable, StripeBytes, Table
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.parity.stripes import Rebuilding, plan_rebuilding
 from keepstep.checkpoint.snapshot.server.blocks import (
     ServerConnections,

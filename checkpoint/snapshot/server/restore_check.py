@@ -18,11 +18,11 @@ import numpy as np
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Entry, ShardIndex
-from keepstep.checkpoint.snapshot.memory.arena import Bytes, box_bytes
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Bytes, box_bytes
 from keepstep.checkpoint.snapshot.memory.messages import RestoreChecked
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.snapshot.server.priority import yield_to_training
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
+from keepstep.processes import yield_to_training
 
 log = logging.getLogger("keepstep")
 

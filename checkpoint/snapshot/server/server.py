@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.checkpoint.format.layout.integers import ceil_div
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     ClientRequest,
@@ -28,7 +29,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ServerReply,
     Serving,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.agent_control import AgentChannel, AgentCommands
 from keepstep.checkpoint.snapshot.server.client_session import ClientSession
 from keepstep.checkpoint.snapshot.server.limits import RateLimits

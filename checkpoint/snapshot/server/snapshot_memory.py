@@ -17,12 +17,13 @@ from typing import TypeVar
 
 from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Box, DecodedIndex, Entry, ShardIndex
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory import snapshot_table
-from keepstep.checkpoint.snapshot.memory.arena import Arena
 from keepstep.checkpoint.snapshot.memory.client import read_index
 from keepstep.checkpoint.snapshot.memory.erasure_group import ShardLocation
 from keepstep.checkpoint.snapshot.memory.messages import SealedRanks, ShardBox
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotTable
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.transport import FileRange
 

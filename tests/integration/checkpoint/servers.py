@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.client import translated_transport_errors
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.snapshot.memory.memory_source import Holder
@@ -32,7 +33,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ServerEvent,
     Serving,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import Connection
 from tests.patience import patient
 

@@ -17,9 +17,9 @@ import pytest
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Box, Entry, encode_index
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import SNAPSHOT_PROTOCOL, ShardBox
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport.admission import MAX_PENDING
 from keepstep.transport.blocking_handshake import HANDSHAKE_S
 from keepstep.transport.handshake import NONCE_NBYTES, Handshake

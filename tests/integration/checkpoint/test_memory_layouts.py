@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
@@ -19,7 +20,6 @@ from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster
 from tests.integration.checkpoint.test_layout_changes import (
     Block,

@@ -14,6 +14,7 @@ import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
@@ -26,7 +27,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     StripeBytes,
     Verify,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.parity.stripes import Stripes
 from keepstep.checkpoint.snapshot.server.blocks import SnapshotIncomplete, receive_head
 from keepstep.transport import Identity, connect

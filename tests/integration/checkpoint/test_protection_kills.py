@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import FinishProtection
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import newest_restorable, with_shard_rebuilds
 from keepstep.elastic.rendezvous.records import Generation, Member, NodeRecord, SnapshotCommit
 from keepstep.elastic.rendezvous.view import JoinedNode, View

@@ -12,6 +12,7 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint.format.content_check import check_content
 from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor
@@ -26,7 +27,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PublishManifest,
     RankHolder,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
 NODES, RANKS_PER_NODE = 3, 4

@@ -12,6 +12,7 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.restore import plan_fills
@@ -26,7 +27,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PublishManifest,
     RankHolder,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster
 
 WHOLE = torch.arange(64.0).view(8, 8)

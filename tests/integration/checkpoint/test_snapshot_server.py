@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.snapshot.memory.messages import (
@@ -42,7 +43,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ShardBox,
     StripeBytes,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import Codec, Identity, Message, Protocol, connect
 from tests.integration.checkpoint.servers import SECRET, Server
 from tests.patience import patient
@@ -287,7 +287,7 @@ def test_a_writer_killed_while_copying_leaves_nothing_and_another_takes_over(
     code = (
         "import sys\n"
         "from keepstep.checkpoint.snapshot.memory.client import SnapshotClient\n"
-        "from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId\n"
+        "from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId\n"
         f"client = SnapshotClient({server.local!r}, {SECRET!r})\n"
         f"number, arena = client.begin(SnapshotId({generation}, 1), 0, 4096)\n"
         "arena.buffer[:100] = b'x' * 100\n"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInputOutput, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.rendezvous.records import Member, SnapshotCommit
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World

@@ -16,11 +16,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.snapshot.memory.messages import OpenGeneration
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Server
 from tests.integration.job.layout_ranks import LAYOUTS, Visit, run_rank, undisturbed_losses
 from tests.ranks import run_ranks

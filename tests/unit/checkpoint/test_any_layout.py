@@ -39,7 +39,7 @@ from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
-from keepstep.checkpoint.snapshot.memory.arena import box_bytes
+from keepstep.checkpoint.snapshot.arena import box_bytes
 from tests.unit.checkpoint.given_storage import read_from
 
 Bytes = npt.NDArray[np.uint8]

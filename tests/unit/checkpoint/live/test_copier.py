@@ -11,11 +11,11 @@ import torch
 
 from keepstep.checkpoint.errors import StateChanged
 from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import describe
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 
 
 class ScriptedClient:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from keepstep.checkpoint.live.state_copies import CudaCopies
-from keepstep.checkpoint.snapshot.memory.arena import Arena
+from keepstep.checkpoint.snapshot.arena import Arena
 
 GPU = torch.device("cuda", 3)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.action_log import log_action
 from keepstep.elastic.rendezvous.actions import Publish
 from keepstep.elastic.rendezvous.records import PersistRequest, SnapshotCommit

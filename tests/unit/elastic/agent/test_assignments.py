@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.rendezvous.records import Generation, Member, SnapshotCommit
 

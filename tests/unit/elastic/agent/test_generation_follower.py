@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import Protected
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent import supervisor
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from keepstep.elastic.agent.participation import Participation

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent import node_snapshots
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from keepstep.elastic.worker.messages import SnapshotCommitted

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent import peer_connections
 from keepstep.elastic.agent.peer_connections import (
     PROTOCOL,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous import publication

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from tests.unit.elastic.agent.test_participation import participating
 from tests.unit.elastic.agent.test_worker_group import play

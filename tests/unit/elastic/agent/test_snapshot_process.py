@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from unittest.mock import Mock
 
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     CONTROL_PROTOCOL,
     AgentReply,
@@ -14,7 +15,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Protected,
     SealedRanks,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.snapshot_process import SnapshotProcess
 from keepstep.transport import Connection, StreamConnection
 from tests.unit.elastic.agent.test_worker_group import play

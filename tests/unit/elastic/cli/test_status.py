@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.cli.status import render
 from keepstep.elastic.rendezvous.records import (
     History,

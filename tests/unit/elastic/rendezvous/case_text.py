@@ -59,7 +59,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous import actions, transactions
 from keepstep.elastic.rendezvous.decide import decide, may_leave
 from keepstep.elastic.rendezvous.decision import LeaderState

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous.actions import Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import (

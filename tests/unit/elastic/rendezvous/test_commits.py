@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.actions import Close, Commit, Persist
 from keepstep.elastic.rendezvous.commits import (
     COMMIT_INTERVAL_S,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.failure_budget import count_failures
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,

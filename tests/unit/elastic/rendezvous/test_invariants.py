@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous.actions import (
     Action,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous import transactions
 from keepstep.elastic.rendezvous.actions import Commit, Open

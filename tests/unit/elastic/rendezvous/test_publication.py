@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.actions import CancelPersist, Close, Open, Publish
 from keepstep.elastic.rendezvous.decision import Decision, LeaderState
 from keepstep.elastic.rendezvous.publication import (

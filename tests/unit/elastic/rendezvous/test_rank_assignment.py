@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.integers import ceil_div
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_groups,
     assign_ranks,
     completed_by_storage,
+    group_nodes,
     newest_restorable,
     rank_limits,
     with_shard_rebuilds,
@@ -190,3 +196,34 @@ def test_mesh_limits_the_ranks_from_when_one_nodes_workers_know_it() -> None:
     assert rank_limits(View(nodes=nodes)) == ANY_NUMBER
     nodes["b"] = JoinedNode(replace(record("b"), rank_multiple=4, max_ranks=8), 2)
     assert rank_limits(View(nodes=nodes)) == RankLimits(4, 8)
+
+
+def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
+    """Return the largest number of nodes that one group loses when one domain fails."""
+    nodes_per_group_and_domain = Counter(
+        (group, domain or n) for n, (domain, group) in enumerate(zip(domains, groups, strict=True))
+    )
+    return max(nodes_per_group_and_domain.values(), default=0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(0, 3),
+)
+def test_groups_are_even_and_large_enough_and_separate_domains(
+    domains: list[str], size: int, parity: int
+) -> None:
+    groups = group_nodes(domains, size, parity)
+    sizes = Counter(groups)
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    assert min(sizes.values()) > min(parity, len(domains) - 1)
+    assert max(sizes.values()) <= max(size, 2 * parity + 1) or len(sizes) == 1
+    largest = max([n for domain, n in Counter(domains).items() if domain], default=1)
+    assert worst_loss(domains, groups) == max(1, ceil_div(largest, len(sizes)))
+
+
+def test_nodes_of_one_rack_are_in_different_groups() -> None:
+    groups = group_nodes(["rack1"] * 4 + ["rack2"] * 4, 2, 1)
+    assert worst_loss(["rack1"] * 4 + ["rack2"] * 4, groups) == 1

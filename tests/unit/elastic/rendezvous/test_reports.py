@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NoReturn
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.records import Generation, Member, NodeReport
 from keepstep.elastic.rendezvous.reports import Reports
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
 from keepstep.elastic.rendezvous.placements import encode_commit, encode_generation, place
 from keepstep.elastic.rendezvous.records import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, NodeReport
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, with_reports
 

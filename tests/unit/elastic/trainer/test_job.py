@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.object_names import StoredStep
-from keepstep.checkpoint.snapshot.memory.arena import Arena
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError

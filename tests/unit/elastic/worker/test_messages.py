@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.records import Member, ShardRebuild, SnapshotCommit
 from keepstep.elastic.worker.messages import (
     PROTOCOL,

@@ -13,6 +13,7 @@ from torch import nn
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.format.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.live.allocation import allocate
 from keepstep.checkpoint.live.capture import LiveStateReader
@@ -21,7 +22,6 @@ from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.snapshot.memory import memory_source
 from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySource, nearest_first
 from keepstep.checkpoint.snapshot.memory.messages import ShardBox
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 
 OLD_RANKS, ROWS = 64, 640
 SLOTS = ("model/weight", "optim/weight/exp_avg")

@@ -8,6 +8,7 @@ import pytest
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory import messages
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup, ShardLocation
 from keepstep.checkpoint.snapshot.memory.messages import (
@@ -74,7 +75,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Unchanged,
     Verify,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.transport import MalformedMessage
 
 SNAPSHOT = SnapshotId(3, 40)

@@ -1,10 +1,9 @@
-"""Tests of the erasure code, the placement of its blocks, and the groups of nodes."""
+"""Tests of the erasure code and the placement of its blocks."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.format.layout.integers import ceil_div
 from keepstep.checkpoint.snapshot.parity.erasure import Combination, parity_rows, rebuilding_row
-from keepstep.checkpoint.snapshot.parity.groups import group_nodes
 from keepstep.checkpoint.snapshot.parity.stripes import Stripes, plan_rebuilding
 
 Bytes = npt.NDArray[np.uint8]
@@ -164,34 +161,3 @@ def test_any_range_of_any_lost_node_is_rebuilt(stripes: Stripes, draw: st.DataOb
 def test_more_losses_than_parity_are_refused() -> None:
     with pytest.raises(ValueError, match="2 nodes of a group are lost, 1 can be rebuilt"):
         plan_rebuilding(Stripes(4, 1), {0, 2}, 0, 1000, 0, 10)
-
-
-def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
-    """Return the largest number of nodes that one group loses when one domain fails."""
-    nodes_per_group_and_domain = Counter(
-        (group, domain or n) for n, (domain, group) in enumerate(zip(domains, groups, strict=True))
-    )
-    return max(nodes_per_group_and_domain.values(), default=0)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=40),
-    st.integers(1, 9),
-    st.integers(0, 3),
-)
-def test_groups_are_even_and_large_enough_and_separate_domains(
-    domains: list[str], size: int, parity: int
-) -> None:
-    groups = group_nodes(domains, size, parity)
-    sizes = Counter(groups)
-    assert max(sizes.values()) - min(sizes.values()) <= 1
-    assert min(sizes.values()) > min(parity, len(domains) - 1)
-    assert max(sizes.values()) <= max(size, 2 * parity + 1) or len(sizes) == 1
-    largest = max([n for domain, n in Counter(domains).items() if domain], default=1)
-    assert worst_loss(domains, groups) == max(1, ceil_div(largest, len(sizes)))
-
-
-def test_nodes_of_one_rack_are_in_different_groups() -> None:
-    groups = group_nodes(["rack1"] * 4 + ["rack2"] * 4, 2, 1)
-    assert worst_loss(["rack1"] * 4 + ["rack2"] * 4, groups) == 1

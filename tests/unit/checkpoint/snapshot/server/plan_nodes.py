@@ -11,6 +11,7 @@ from typing import cast
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Entry, Json, ShardIndex
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     PersistTask,
@@ -18,7 +19,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PlanRequest,
     RankHolder,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.plan_exchange import (
     NodePlan,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry, encode_index
-from keepstep.checkpoint.snapshot.memory.arena import Arena
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 

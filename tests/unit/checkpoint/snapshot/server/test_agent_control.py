@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     CONTROL_PROTOCOL,
     AgentReply,
     NodeHoldings,
     Protected,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.agent_control import AgentChannel
 from keepstep.transport import Connection
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.chunking import ChunkPlan, Piece, PlannedChunk, StoredTensor
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     BoxBytes,
     ClientRequest,
@@ -19,7 +20,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Sealed,
     ShardBox,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server import client_session
 from keepstep.checkpoint.snapshot.server.client_session import ClientSession
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers

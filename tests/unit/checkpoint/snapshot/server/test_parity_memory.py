@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup, ShardLocation
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.snapshot.server.parity_memory import ParityMemory, SnapshotParity
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory

@@ -15,6 +15,7 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.format.layout.retention import Retention
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.housekeeping import remove
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
@@ -29,7 +30,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     RankHolder,
     ServerEvent,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server import persistence
 from keepstep.checkpoint.snapshot.server.persistence import Persistence
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers

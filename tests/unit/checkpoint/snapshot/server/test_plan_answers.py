@@ -8,6 +8,7 @@ import pytest
 
 from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import (
     DocumentBytes,
     PlanBytes,
@@ -23,7 +24,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Sealed,
     Unchanged,
 )
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.holder_servers import HolderServers, PlanServer
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.plan_exchange import PlanExchange

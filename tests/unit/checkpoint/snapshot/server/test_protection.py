@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server import blocks, parity_memory
 from keepstep.checkpoint.snapshot.server import protection as protection_module
 from keepstep.checkpoint.snapshot.server.blocks import ServerConnections, SnapshotIncomplete

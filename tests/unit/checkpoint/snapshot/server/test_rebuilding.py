@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.snapshot.memory.arena import Bytes
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.arena import Bytes
 from keepstep.checkpoint.snapshot.memory.erasure_group import ErasureGroup, ShardLocation
 from keepstep.checkpoint.snapshot.memory.messages import StripeBytes, Table
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server import rebuilding, snapshot_memory
 from keepstep.checkpoint.snapshot.server.rebuilding import Rebuilder
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import RestoreChecked
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.snapshot.server.restore_check import RestoreCheck
 from tests.patience import patient
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal
 
 STEP = SnapshotId(1, 7)

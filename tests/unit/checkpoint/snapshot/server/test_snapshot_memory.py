@@ -7,8 +7,8 @@ from contextlib import closing
 import pytest
 
 from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import ShardBox
-from keepstep.checkpoint.snapshot.memory.snapshot_table import SnapshotId
 from tests.unit.checkpoint.snapshot.server.sealed import TENSOR_NBYTES, open_memory, seal
 
 WHOLE = Box.whole((TENSOR_NBYTES,))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
-from keepstep.checkpoint.snapshot.memory.arena import Arena, box_bytes, contiguous_range
+from keepstep.checkpoint.snapshot.arena import Arena, box_bytes, contiguous_range
 
 ITEMSIZE = 2
 BYTE_OFFSET = 6

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from keepstep.checkpoint.snapshot.server.priority import yield_to_training
+from keepstep.processes import yield_to_training
 
 
 def niceness() -> int:
