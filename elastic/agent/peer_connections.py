@@ -67,13 +67,13 @@ _REFUSED_RETRY_S = 5.0
 
 
 class Report(Message, frozen=True, kw_only=True):
-    """What a node has sealed."""
+    """Tells the leader what a node has sealed; the node's record says so later."""
 
     report: NodeReport
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """What is committed."""
+    """Tells the members that a snapshot is committed; the coordinator holds it later."""
 
     announcement: CommitAnnouncement
 

@@ -125,6 +125,8 @@ class Warm(Message, frozen=True, kw_only=True):
 class Joined(Message, frozen=True, kw_only=True):
     """The script has called `keepstep.join`, and so reports its phases and drains by itself.
 
+    The node's record has the fields.
+
     Args:
         checkpoint_url: where checkpoints are stored; None: nowhere.
         checkpoint_every: steps between them; 0: as often as loses least; None: only the last one.
@@ -186,7 +188,7 @@ class Exiting(Message, frozen=True, kw_only=True):
 class RestartRequested(Message, frozen=True, kw_only=True):
     """Another process must take this one's place; it ends next.
 
-    `is_for_script`: only because the script has to begin anew, and nothing is wrong.
+    `is_for_script`: only because the script has to start from its beginning; nothing is wrong.
     """
 
     reason: str
@@ -223,7 +225,10 @@ class Restored(GenerationReport, frozen=True, kw_only=True):
 
 
 class Stepped(GenerationReport, frozen=True, kw_only=True):
-    """The worker has completed its first step of the generation, at `at_s` of the wall clock."""
+    """The worker has completed its first step of the generation, at `at_s` of the wall clock.
+
+    The node is RUNNING once all of its workers have.
+    """
 
     at_s: float
 
@@ -239,7 +244,7 @@ class Drained(GenerationReport, frozen=True, kw_only=True):
 
 
 class Broken(GenerationReport, frozen=True, kw_only=True):
-    """A collective failed, which may be the fault of any rank."""
+    """A collective failed, which may be the fault of any rank: a failure of kind `peer`."""
 
     error: str
 
@@ -252,7 +257,9 @@ class SnapshotIntervalChosen(GenerationReport, frozen=True, kw_only=True):
 
 
 class Assign(Message, frozen=True, kw_only=True):
-    """The worker's place in the next generation.
+    """The worker's place in the next generation, which it enters.
+
+    With `serves_store` the listening socket of the generation's torch store rides on the message.
 
     Args:
         assignment: the place.
@@ -265,7 +272,9 @@ class Assign(Message, frozen=True, kw_only=True):
 
 
 class CloseGeneration(Message, frozen=True, kw_only=True):
-    """The generation is over.
+    """The generation is over: the worker ends its step, seals, and drains.
+
+    With `aborts` it seals nothing and breaks off its collectives.
 
     Args:
         generation: which.
@@ -284,7 +293,7 @@ class AbortOrdered(Message, frozen=True, kw_only=True):
 
 
 class SnapshotCommitted(Message, frozen=True, kw_only=True):
-    """The snapshot of `step`, and so of every step before it, is committed.
+    """The snapshot of `step`, and so of every step before it, is committed: the next may begin.
 
     `granted` are the buffers that the node's ranks may write their next shards into, by rank.
     """

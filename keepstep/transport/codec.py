@@ -44,7 +44,7 @@ class Codec(Generic[MessageT]):
     def __init__(self, *types: type[MessageT]) -> None:
         if not types:
             raise ValueError("a codec needs at least one message type")
-        self._types = frozenset(types)
+        self.types = types
         self._encoder = msgspec.json.Encoder()
         self._decoder: msgspec.json.Decoder[MessageT] = msgspec.json.Decoder(
             Union[types]  # noqa: UP007 - the types are known at run time only
@@ -57,7 +57,7 @@ class Codec(Generic[MessageT]):
         Raises:
             TypeError: the message is none of this codec's, or a field cannot be encoded.
         """
-        if type(message) not in self._types:
+        if type(message) not in self.types:
             raise TypeError(f"{type(message).__name__} is not sent in this direction")
         return self._encoder.encode(message)
 

@@ -130,7 +130,7 @@ def _record(kind: type[Record]) -> Callable[[Random], bytes]:
 
 
 def _message(codec: Codec[Any]) -> Callable[[Random], bytes]:
-    kinds = sorted(codec._types, key=lambda kind: kind.__name__)
+    kinds = sorted(codec.types, key=lambda kind: kind.__name__)
 
     def message(random: Random) -> bytes:
         kind = random.choice(kinds)
