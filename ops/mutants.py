@@ -59,7 +59,7 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "transactions": ("elastic/rendezvous/transactions.py", _RENDEZVOUS),
     "placements": ("elastic/rendezvous/placements.py", _RENDEZVOUS),
     "rank_assignment": ("elastic/rendezvous/rank_assignment.py", _RENDEZVOUS),
-    "standing": ("elastic/rendezvous/standing.py", _RENDEZVOUS),
+    "join_protocol": ("elastic/rendezvous/join_protocol.py", _RENDEZVOUS),
     "failure_budget": ("elastic/rendezvous/failure_budget.py", _RENDEZVOUS),
     "membership": (
         "elastic/agent/membership.py",

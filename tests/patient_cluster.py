@@ -11,7 +11,7 @@ import psutil
 from examples.local_cluster import LocalCluster, process_tree
 from keepstep.elastic.rendezvous.view import View
 from keepstep.monitor.node.stacks import dump
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 class PatientCluster(LocalCluster):

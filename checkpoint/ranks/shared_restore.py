@@ -1,10 +1,10 @@
 """Fills the live tensors of all ranks from a stored checkpoint, of which each byte is read once.
 
-A rank reads what the planner (`checkpoint.format.layout.hand_on`) gives it, in batches, and hands
-on to the others what they want of it, in rounds. What a rank reads for itself alone goes directly
-into its tensors; where each rank wants its own part, nothing is sent. So replicas do not read the
-same bytes from storage, and ranks that want small pieces of the same chunk do not send a request
-each (MegaScale, arXiv 2402.15627, restores replicas from one reader).
+A rank reads what the planner (`checkpoint.format.layout.shared_read_plan`) gives it, in batches,
+and forwards to the others what they want of it, in rounds. What a rank reads for itself alone goes
+directly into its tensors; where each rank wants its own part, nothing is sent. So replicas do not
+read the same bytes from storage, and ranks that want small pieces of the same chunk do not send a
+request each (MegaScale, arXiv 2402.15627, restores replicas from one reader).
 
 In a round every rank offers pieces to others, accepts what it has room for, and sends what was
 accepted; what is small, as norms and biases are, is sent without. So memory is bounded whatever the
@@ -30,7 +30,8 @@ import torch
 
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.format.layout.hand_on import (
+from keepstep.checkpoint.format.layout.integers import round_up
+from keepstep.checkpoint.format.layout.shared_read_plan import (
     UNIT_NBYTES,
     ReadGroup,
     ReadTask,
@@ -41,7 +42,6 @@ from keepstep.checkpoint.format.layout.hand_on import (
     planner_of,
     unit_boxes,
 )
-from keepstep.checkpoint.format.layout.integers import round_up
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.format.stored.chunking import chunks_over
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint

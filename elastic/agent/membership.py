@@ -1,8 +1,8 @@
 """Runs a node's membership of a job: lease, record, mirror of the job's keys, and leadership.
 
-The shell around `keepstep.elastic.rendezvous`: `decide` makes the leader's decisions, `standing`
-those about joining, and `transactions` builds every write with its conditions. So nothing is
-accepted that a node writes after it was declared gone, or on a view that is out of date.
+The shell around `keepstep.elastic.rendezvous`: `decide` makes the leader's decisions,
+`join_protocol` those about joining, and `transactions` builds every write with its conditions. So
+nothing is accepted that a node writes after it was declared gone, or on a view that is out of date.
 `invariants` checks every record, every action of a leader and every change of the view; a violation
 stops this member before it writes.
 
@@ -46,7 +46,7 @@ from keepstep.elastic.errors import (
 )
 from keepstep.elastic.rendezvous import (
     actions,
-    standing,
+    join_protocol,
     transactions,
 )
 from keepstep.elastic.rendezvous.commits import Announcements, needs_decision
@@ -58,6 +58,13 @@ from keepstep.elastic.rendezvous.invariants import (
     check_transition,
     check_view,
 )
+from keepstep.elastic.rendezvous.join_protocol import (
+    AwaitPredecessor,
+    Join,
+    Lease,
+    RemoveFinishedJob,
+    RestoreJob,
+)
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
@@ -67,13 +74,6 @@ from keepstep.elastic.rendezvous.records import (
     decode_secret,
 )
 from keepstep.elastic.rendezvous.reports import Reports
-from keepstep.elastic.rendezvous.standing import (
-    AwaitPredecessor,
-    Join,
-    Lease,
-    RemoveFinishedJob,
-    RestoreJob,
-)
 from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import (
     Keys,
@@ -174,7 +174,7 @@ class Membership:
     @property
     def _led_since(self) -> int:
         """The revision at which this membership took the lead; 0 if it has not."""
-        return standing.led_since(self.view, self._lease.id)
+        return join_protocol.led_since(self.view, self._lease.id)
 
     async def join(self) -> bytes:
         """Take a lease and announce the node; return the job's secret.
@@ -189,8 +189,8 @@ class Membership:
             view = await self._reader.before_joining(self.view)
             keeps_state = self._secret is None or view.secret == self._secret.hex().encode()
             if self._secret is not None and keeps_state:
-                self.record = standing.joining_again(view, self.record)
-            match standing.next_join_step(self._keys, view, self.record, self.held):
+                self.record = join_protocol.joining_again(view, self.record)
+            match join_protocol.next_join_step(self._keys, view, self.record, self.held):
                 case RemoveFinishedJob(transaction):
                     await self._write_until_known(transaction)
                 case RestoreJob(parts):
@@ -200,7 +200,9 @@ class Membership:
                 case Join() if keeps_state:
                     if await self._claim_name(view, self.record):
                         break
-                case Join() if await self._claim_name(view, standing.without_state(self.record)):
+                case Join() if await self._claim_name(
+                    view, join_protocol.without_state(self.record)
+                ):
                     if self.held is not None and self.held.snapshot is not None:
                         log.error(
                             "job %s has begun anew meanwhile; what this node held of it in memory "
@@ -220,7 +222,7 @@ class Membership:
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
                 view = await self._reader.before_joining(View())
-                if self.held is not None and standing.is_forgotten(view, self.held):
+                if self.held is not None and join_protocol.is_forgotten(view, self.held):
                     await self._restore(transactions.restore_job(self._keys, view, self.held))
 
     async def _restore(self, parts: Sequence[Transaction]) -> None:
@@ -232,7 +234,7 @@ class Membership:
         """Revoke the lease of a dead agent of this node's name, or wait for it to end."""
         is_own = predecessor.agent == self.record.agent
         lives = False if is_own else await probe(predecessor)
-        if standing.may_revoke_predecessor(
+        if join_protocol.may_revoke_predecessor(
             self._keys, self.record, predecessor, lives, waited_s, 2 * self._ttl_s
         ):
             await self._store.revoke(predecessor.lease)
@@ -504,7 +506,7 @@ class Membership:
             return
         # The first of two attempts may have been applied.
         stored = await self._reader.own_key()
-        self._modified = standing.settle_record(stored, self._created, record)
+        self._modified = join_protocol.settle_record(stored, self._created, record)
 
     async def _commit(self, transaction: Transaction) -> Committed:
         return await self._store.commit(transaction.conditions, transaction.operations)

@@ -207,7 +207,7 @@ class Worker:
         return self.is_alive and not self.has_drained
 
     @property
-    def may_go_on(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether it can be assigned to another generation."""
         return self.is_alive and self.has_drained and not self.is_ending
 

@@ -261,7 +261,7 @@ class WorkerGroup:
             if worker is not None and worker.is_ending and worker.is_alive:
                 # Its exit will be no failure of this generation.
                 self._end_soon(worker, 0.0)
-            if worker is None or not worker.may_go_on:
+            if worker is None or not worker.is_reusable:
                 worker = self._idle.pop(0) if self._idle else self._start()
                 self.workers[local_rank] = worker
             await worker.assign(assignment, store_descriptor if local_rank == 0 else None)

@@ -267,7 +267,7 @@ class GenerationState:
         try:
             self._groups.leave()
         except ProcessUnusable as unusable:
-            self._session.end_to_be_replaced(str(unusable), is_fault=unusable.is_fault)
+            self._session.exit_for_replacement(str(unusable), is_fault=unusable.is_fault)
 
     def _drop_state(self) -> None:
         """Begin to abort the process groups, and drop all that holds them.

@@ -638,4 +638,4 @@ class Job:
 
         Needed when the script's loop has already passed the position of the restored state.
         """
-        self._session.begin_script_anew(reason)
+        self._session.restart_script(reason)

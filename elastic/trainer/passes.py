@@ -1,8 +1,9 @@
 """The passes of a job over its data: the data of the current one, and who ends it early.
 
 A script may call `Job.batches` several times; each call is a pass, and global batches are counted
-through all of them. What is decided here follows from the position, which is part of the state: a
-process that is new, or has returned to an older state, decides alike.
+through all of them. A pass is not an epoch: it has as many epochs, or as many steps, as the call
+asks for. All decisions follow from the position, which is part of the state: a process that is new,
+or has returned to an older state, makes the same ones.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class _Agreement:
     is_wanted: bool
     is_committed: bool
     is_complete: bool
-    goes_on: bool
-    pass_goes_on: bool
+    generation_continues: bool
+    pass_continues: bool
 
     @property
     def is_possible(self) -> bool:
@@ -223,8 +223,8 @@ class SnapshotManager:
             agreement = self._finish_agreement()
         self._pending_agreement = None
         self._is_intact = True
-        self.is_ending = not agreement.goes_on
-        self.is_stopping = not agreement.pass_goes_on
+        self.is_ending = not agreement.generation_continues
+        self.is_stopping = not agreement.pass_continues
         return agreement.is_wanted and agreement.is_possible
 
     def take_agreed(self, position: Position) -> None:

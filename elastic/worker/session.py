@@ -236,7 +236,7 @@ class Session:
         """
         self._abort, self._awaits_order = abort, awaits_order
 
-    def end_to_be_replaced(self, reason: str, *, is_fault: bool = False) -> NoReturn:
+    def exit_for_replacement(self, reason: str, *, is_fault: bool = False) -> NoReturn:
         """End this process, which can enter no other generation; another one takes its place.
 
         Args:
@@ -249,7 +249,7 @@ class Session:
             self.report(RestartRequested(reason=sendable(reason)))
         self._end_for_another()
 
-    def begin_script_anew(self, reason: str) -> NoReturn:
+    def restart_script(self, reason: str) -> NoReturn:
         """End this process, so that another one runs the script from its beginning.
 
         Args:

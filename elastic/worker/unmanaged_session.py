@@ -137,11 +137,11 @@ class UnmanagedSession(Session):
     def on_abort(self, abort: Callable[[], None] | None, *, awaits_order: bool) -> None:
         """Nobody orders an abort."""
 
-    def end_to_be_replaced(self, reason: str, *, is_fault: bool = False) -> NoReturn:
+    def exit_for_replacement(self, reason: str, *, is_fault: bool = False) -> NoReturn:
         """Raise UsageError: nobody replaces this process."""
         raise UsageError(f"{reason}; {_NEEDS_RUN}")
 
-    def begin_script_anew(self, reason: str) -> NoReturn:
+    def restart_script(self, reason: str) -> NoReturn:
         """Raise UsageError: nobody begins the script anew."""
         raise UsageError(f"{reason}; {_NEEDS_RUN}")
 

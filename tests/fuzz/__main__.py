@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.fuzz.doors import doors
+from tests.fuzz.decoders import decoders
 from tests.fuzz.run import Outcomes, cases_of, run
 from tests.fuzz.seeds import write_seeds
 
@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> int:
     kept = Path(tempfile.mkdtemp(prefix="keepstep-fuzz-findings-"))
     with tempfile.TemporaryDirectory() as directory:
         seeds = write_seeds(Path(directory))
-        # A message is read in microseconds: a door has as many cases as a format.
-        names = [name for name in (*seeds, *doors()) if name.startswith(options.only or "")]
+        # A message is read in microseconds: a decoder has as many cases as a format.
+        names = [name for name in (*seeds, *decoders()) if name.startswith(options.only or "")]
         started_s = time.monotonic()
         cases = _until(cases_of(names, options.seed, None), started_s + 60 * options.minutes)
         outcomes = run(cases, seeds, kept, options.workers)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz import worker
-from tests.fuzz.doors import doors
+from tests.fuzz.decoders import decoders
 from tests.fuzz.mutations import mutated
 from tests.fuzz.run import cases_of, run
 from tests.fuzz.seeds import SEEDS, write_seeds
@@ -28,7 +28,7 @@ MORE_CASES = 24
 
 def test_changed_files_and_messages_are_read_or_refused(tmp_path: Path) -> None:
     seeds = write_seeds(tmp_path / "seeds")
-    names = [*seeds, *doors()]
+    names = [*seeds, *decoders()]
     own = [name for name in seeds if name.startswith("keepstep")]
     cases = itertools.chain(cases_of(names, 0, CASES), cases_of(own, 1, MORE_CASES))
     outcomes = run(cases, seeds, tmp_path / "kept", workers=1)
@@ -79,8 +79,8 @@ def test_whatever_else_comes_of_a_case_is_a_finding(
         monkeypatch.setattr(worker, "_MOST_NBYTES", 2**22)
     if act is take_time:
         monkeypatch.setattr(worker, "_MOST_SECONDS", 0.0)
-    entries = {"door": SimpleNamespace(enter=lambda _: act(guard))}
-    outcome = worker._outcome("door", "0", {}, entries, guard, tmp_path)  # type: ignore[arg-type]
+    entries = {"decoder": SimpleNamespace(enter=lambda _: act(guard))}
+    outcome = worker._outcome("decoder", "0", {}, entries, guard, tmp_path)  # type: ignore[arg-type]
     assert outcome["result"] == result
     assert (outcome["error"] is None) == (result == "read")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.cases import Seed
-from tests.fuzz.doors import doors
+from tests.fuzz.decoders import decoders
 from tests.fuzz.guard import Guard, limit_addresses, peak_nbytes, reset_peak
 
 _MOST_NBYTES = 2**29
@@ -34,15 +34,15 @@ def main(place: Path, kept: Path, origins: dict[str, str]) -> None:
         name: Seed(name, Path(origin), place / f"{number:02}" / Path(origin).name)
         for number, (name, origin) in enumerate(origins.items())
     }
-    entries = doors()
+    entries = decoders()
     guard = Guard(place)
     # What is imported when it is first needed is needed now: also codecs, which JSON and zip name.
     for codec in ("cp437", "utf-16-be", "utf-16-le", "utf-32-be", "utf-32-le", "utf-8-sig"):
         codecs.lookup(codec)
     for name, seed in seeds.items():
         assert seed.read() == "read", f"the seed {name} is refused"
-    for door in entries.values():
-        door.enter("0")
+    for decoder in entries.values():
+        decoder.enter("0")
     limit_addresses()
     print("ready", flush=True)
     for line in sys.stdin:

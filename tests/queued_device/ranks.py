@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.queued_device.process_group import BACK_END, register
 from tests.queued_device.queue import DEVICE
 from tests.queued_device.tensor import QueuedTensor, on_host

@@ -40,6 +40,7 @@ from keepstep.elastic.rendezvous.actions import (
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.decision import Decision
+from keepstep.elastic.rendezvous.join_protocol import Lease
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.records import (
@@ -54,7 +55,6 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.reports import Reports
-from keepstep.elastic.rendezvous.standing import Lease
 from keepstep.elastic.rendezvous.transactions import Condition, Transaction
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
 from keepstep.elastic.store.contract import Created, Put

@@ -1,9 +1,9 @@
 """Plays one node's agent, workers and snapshot server around production's pure functions.
 
-Joining, leases, record writes and leading run `standing`, `transactions`, `decide` and `invariants`
-as `keepstep.elastic.agent.membership` does; the agent's steps follow `Participation` and
-`GenerationFollower` there. The node sees the job only through its own mirror, which lags behind,
-and may stall or be cut off.
+Joining, leases, record writes and leading run `join_protocol`, `transactions`, `decide` and
+`invariants` as `keepstep.elastic.agent.membership` does; the agent's steps follow `Participation`
+and `GenerationFollower` there. The node sees the job only through its own mirror, which lags
+behind, and may stall or be cut off.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from keepstep.elastic.rendezvous import (
     commits,
     decide,
     invariants,
+    join_protocol,
     publication,
-    standing,
     transactions,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.commits import Announcements
 from keepstep.elastic.rendezvous.decision import LeaderState
+from keepstep.elastic.rendezvous.join_protocol import Lease
 from keepstep.elastic.rendezvous.publication import Publication
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
@@ -42,7 +43,6 @@ from keepstep.elastic.rendezvous.records import (
     group_of,
 )
 from keepstep.elastic.rendezvous.reports import Reports
-from keepstep.elastic.rendezvous.standing import Lease
 from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import View, with_reports
 from tests.sim.coordinator import KEYS, Sender, UnknownOutcome
@@ -238,7 +238,7 @@ class Node:
             view = coordinator.read()
             keeps_state = self.secret is None or view.secret == self.secret
             if self.secret is not None and keeps_state:
-                self.record = standing.joining_again(view, self.record)
+                self.record = join_protocol.joining_again(view, self.record)
             held = self.held
             if held is not None and self.held_after_losses < coordinator.losses:
                 # A coordinator that has lost its data counts its revisions anew.
@@ -246,24 +246,24 @@ class Node:
             if self.join_began_s is None:
                 self.join_began_s = now_s
             try:
-                step = standing.next_join_step(KEYS, view, self.record, held)
+                step = join_protocol.next_join_step(KEYS, view, self.record, held)
                 match step:
-                    case standing.RemoveFinishedJob(transaction):
+                    case join_protocol.RemoveFinishedJob(transaction):
                         self.simulation.delay(transaction, Sender(self.name, 0))
-                    case standing.RestoreJob(parts):
+                    case join_protocol.RestoreJob(parts):
                         for part in parts:
                             coordinator.send(part, Sender(self.name, 0))
-                    case standing.AwaitPredecessor(predecessor):
+                    case join_protocol.AwaitPredecessor(predecessor):
                         lives = self.simulation.probe(predecessor)
-                        if standing.may_revoke_predecessor(
+                        if join_protocol.may_revoke_predecessor(
                             KEYS, self.record, predecessor, lives,
                             now_s - self.join_began_s, 2 * TTL_S,
                         ):  # fmt: skip
                             coordinator.revoke(predecessor.lease)
-                    case standing.Join():
+                    case join_protocol.Join():
                         lease = Lease.granted(coordinator.grant(TTL_S), TTL_S, now_s)
                         if not keeps_state:
-                            self.record = standing.without_state(self.record)
+                            self.record = join_protocol.without_state(self.record)
                         record = replace(self.record, lease=lease.id)
                         secret = f"secret of {self.name} at {view.revision}".encode()
                         self.joining = (
@@ -364,7 +364,7 @@ class Node:
             self.modified, self.written, self.unknown_record = done.revision, record, None
             return
         stored = coordinator.stored(KEYS.node(self.name))
-        self.modified = standing.settle_record(stored, self.created, record)
+        self.modified = join_protocol.settle_record(stored, self.created, record)
         self.written, self.unknown_record = record, None
 
     def _lead(self) -> None:
@@ -473,7 +473,7 @@ class Node:
 
     def _led_since(self) -> int:
         """The revision at which this membership took the lead; 0 if it has not."""
-        return standing.led_since(self.view, self.lease.id) if self.lease is not None else 0
+        return join_protocol.led_since(self.view, self.lease.id) if self.lease is not None else 0
 
     def _take_lead(self) -> None:
         assert self.written is not None

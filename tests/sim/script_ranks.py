@@ -297,7 +297,7 @@ class _Agent:
         self._process.wait(lambda: is_complete() or self.is_closing(generation))
         return is_complete()
 
-    def begin_script_anew(self, reason: str) -> NoReturn:
+    def restart_script(self, reason: str) -> NoReturn:
         self._cluster.restarts.append(reason)
         raise Gone
 
@@ -358,9 +358,9 @@ class _State:
 
     def complete_step(self, position: Position) -> bool:
         process = self._process
-        goes_on = process.generation not in self._cluster.closing
+        continues = process.generation not in self._cluster.closing
         self.is_stopping = not process.meet("stops", position.step, brings=not self._stops)
-        self.is_ending = not process.meet("ends", position.step, brings=goes_on)
+        self.is_ending = not process.meet("ends", position.step, brings=continues)
         return position.step % self._cluster.snapshot_every == 0
 
     def take_agreed(self, position: Position) -> None:

@@ -1,6 +1,6 @@
 """Runs a job of several nodes under invented disasters, by a seed, and checks what must hold.
 
-What runs is production's: `decide`, `transactions`, `standing`, `view`, `checkpoint_schedule`,
+What runs is production's: `decide`, `transactions`, `join_protocol`, `view`, `checkpoint_schedule`,
 `invariants`, `snapshot_table` and the in-memory store. What agents, workers and servers do in
 between is played by `tests.sim.node`. Nodes join, crash, stall, lose their connection, their lease
 or a worker, leave, are evicted and come back under their names; transactions are confirmed, late or

@@ -13,7 +13,7 @@ import pytest
 from keepstep.elastic.store.embedded import binary
 from keepstep.notices import NOTICES, notices_blocked
 from keepstep.processes import module_command
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 _WAIT = "print('begun', flush=True); import sys; sys.stdin.readline()"
 _PARENT = """

@@ -34,7 +34,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Serving,
 )
 from keepstep.transport import Connection
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 SECRET = b"s" * 32
 

@@ -20,7 +20,7 @@ from keepstep.checkpoint.format.stored.pruning import GRACE_S
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 NOW_S = 1.7e9
 

@@ -28,6 +28,7 @@ from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.format.content_check import check_content
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.test_layout_changes import (
     Block,
     check_equal,
@@ -35,7 +36,6 @@ from tests.integration.checkpoint.test_layout_changes import (
     sharded,
     step_once,
 )
-from tests.patience import patient
 from tests.ranks import process_of
 
 LIMIT_S = 120.0

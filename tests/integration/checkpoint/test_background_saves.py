@@ -44,8 +44,8 @@ from keepstep.checkpoint.saving import background as background_module
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.background import BackgroundSaver, SaveTask
 from keepstep.checkpoint.saving.save_plan import plan_save
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.tied import Tied, trained
-from tests.patience import patient
 
 LIMIT_S = 60.0
 

@@ -18,7 +18,7 @@ from keepstep.checkpoint.format.content_check import check_content
 from keepstep.checkpoint.format.stored.housekeeping import compare, summarize
 from keepstep.checkpoint.format.stored.manifest import COMPRESSED_CELLS
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.ranks import run_ranks
 
 PLAIN, COMPRESSED, IN_BACKGROUND = 1, 2, 3

@@ -23,8 +23,8 @@ from keepstep.checkpoint.snapshot.memory.messages import SNAPSHOT_PROTOCOL, Shar
 from keepstep.transport.admission import MAX_PENDING
 from keepstep.transport.blocking_handshake import HANDSHAKE_S
 from keepstep.transport.handshake import NONCE_NBYTES, Handshake
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.servers import SECRET, Server
-from tests.patience import patient
 
 MIB = 2**20
 

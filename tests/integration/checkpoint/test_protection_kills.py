@@ -22,9 +22,9 @@ from keepstep.checkpoint.snapshot.memory.messages import FinishProtection
 from keepstep.elastic.rendezvous.rank_assignment import newest_restorable, with_shard_rebuilds
 from keepstep.elastic.rendezvous.records import Generation, Member, NodeRecord, SnapshotCommit
 from keepstep.elastic.rendezvous.view import JoinedNode, View
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.servers import Cluster
 from tests.integration.checkpoint.test_protection import check, take
-from tests.patience import patient
 
 NODES = 4
 RANKS_PER_NODE = 2

@@ -19,7 +19,7 @@ from keepstep.checkpoint.format.stored.objects import ObjectStorage
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.format.stored.storage import open_storage
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 SLOW_DOWN = (
     b'<?xml version="1.0"?><Error><Code>SlowDown</Code>'

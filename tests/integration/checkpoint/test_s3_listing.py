@@ -23,8 +23,8 @@ from keepstep.checkpoint.format.stored.s3_client import S3Location, open_client
 from keepstep.checkpoint.format.stored.s3_listing import directories_with
 from keepstep.checkpoint.format.stored.steps import list_steps, newest
 from keepstep.checkpoint.format.stored.storage import open_storage
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.recorded_s3 import Recorder, serve
-from tests.patience import patient
 
 
 @pytest.fixture(scope="module")

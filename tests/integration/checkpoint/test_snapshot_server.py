@@ -44,8 +44,8 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     StripeBytes,
 )
 from keepstep.transport import Codec, Identity, Message, Protocol, connect
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.servers import SECRET, Server
-from tests.patience import patient
 
 SHAPE = (12, 5)
 RANKS = 2

@@ -10,7 +10,7 @@ import pytest
 from keepstep.checkpoint.saving import writer_process
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.writer_process import WriterProcess
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 class GivenUp(Exception):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from keepstep.elastic.store.embedded import EmbeddedEtcd
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[3]
 

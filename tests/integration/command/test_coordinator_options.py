@@ -20,8 +20,8 @@ from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.ports import ReservedPort
+from tests.adaptive_timeouts import patient
 from tests.integration.command.test_bad_input import ROOT, keepstep, script
-from tests.patience import patient
 
 OPTIONS: dict[str, Any] = {
     "store": None,

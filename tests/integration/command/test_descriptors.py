@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from keepstep.processes import module_command
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 LEAST = 2048
 

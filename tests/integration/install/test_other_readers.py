@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from keepstep import checkpoint
 from keepstep.checkpoint.format.stored.chunking import PACKED_NBYTES
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.ranks import run_ranks
 
 READERS = ("tensorstore", "xarray", "zarr")

@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.telemetry.job_rings import JobRings
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 OWN = ("checkpoint", "monitor", "elastic", "data", "worker", "transport", "records")
 

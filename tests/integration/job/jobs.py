@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from keepstep.elastic.rendezvous.view import View
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.patient_cluster import PatientCluster
 
 STEPS = 30

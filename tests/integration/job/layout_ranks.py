@@ -34,7 +34,7 @@ from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.worker.messages import Assignment
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "layouts"))
 

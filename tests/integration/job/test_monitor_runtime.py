@@ -29,8 +29,8 @@ from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import ring_paths
 from keepstep.monitor.telemetry.ring_reader import RingReader
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from tests.adaptive_timeouts import patient
 from tests.integration.job.jobs import step_of
-from tests.patience import patient
 from tests.patient_cluster import PatientCluster
 
 needs_compiler = pytest.mark.skipif(

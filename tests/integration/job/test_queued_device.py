@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.patient_cluster import PatientCluster
 from tests.queued_device import ranks
 from tests.queued_device.module import to_device

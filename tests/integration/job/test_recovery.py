@@ -20,6 +20,7 @@ from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.rendezvous.view import View
+from tests.adaptive_timeouts import patient
 from tests.integration.job.jobs import (
     STEPS,
     Lines,
@@ -33,7 +34,6 @@ from tests.integration.job.jobs import (
     step_of,
     wait_for_output,
 )
-from tests.patience import patient
 from tests.patient_cluster import PatientCluster
 
 

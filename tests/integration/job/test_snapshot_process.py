@@ -11,7 +11,7 @@ import pytest
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent import snapshot_process
 from keepstep.elastic.agent.snapshot_process import ServerDied, ServerGone, SnapshotProcess
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 def test_server_that_hangs_is_ended_and_its_agent_informed(

@@ -14,7 +14,7 @@ from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.records import JobRecords, Kind, Operation
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring_reader import Records
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[3]
 SCENARIOS = Path(__file__).with_name("scenarios.py")

@@ -12,7 +12,7 @@ import aiohttp
 from keepstep.monitor.daemon.daemon import Daemon
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 SECRET = b"a secret of this test"
 

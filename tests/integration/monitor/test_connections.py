@@ -12,9 +12,9 @@ from aiohttp import web
 from keepstep.monitor.daemon.connection_limits import ConnectionLimits
 from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.transport.admission import MAX_PENDING
+from tests.adaptive_timeouts import patient
 from tests.integration.monitor.parts import Probe, settings
 from tests.integration.monitor.running import get, running
-from tests.patience import patient
 
 HALF = b"GET /v1/overview HTTP/1.1\r\nHost: h\r\n"
 WHOLE = HALF + b"\r\n"

@@ -38,7 +38,7 @@ from keepstep.monitor.preflight.messages import PROTOCOL
 from keepstep.monitor.preflight.selftests import is_product
 from keepstep.transport import ConnectionLost, Identity, accept
 from keepstep.transport.admission import MAX_PENDING
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[3]
 

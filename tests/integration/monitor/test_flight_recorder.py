@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from keepstep.monitor.cli.monitor import monitor
 from keepstep.monitor.records import Operation
 from keepstep.monitor.telemetry.flight_recorder import read_dumps
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 CODE = """
 import os, sys, torch, torch.distributed as dist

@@ -12,8 +12,8 @@ import pytest
 
 from keepstep.elastic.monitor_bridge.job_status import job_status_of
 from keepstep.elastic.rendezvous.view import View
+from tests.adaptive_timeouts import patient
 from tests.integration.monitor.running import get, until
-from tests.patience import patient
 from tests.patient_cluster import PatientCluster
 
 ROOT = Path(__file__).parents[3]

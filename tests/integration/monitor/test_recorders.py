@@ -24,9 +24,9 @@ from keepstep.monitor.telemetry import attachment
 from keepstep.monitor.telemetry.attachment import ATTACHED_VARIABLE, _is_child_of_recorded
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import process_started
+from tests.adaptive_timeouts import patient
 from tests.integration.monitor.jobs import Job, is_pair, names, operations
 from tests.integration.monitor.scenarios import PATHS
-from tests.patience import patient
 
 PATH = {act.__name__: number for number, act in enumerate(PATHS, 1)}
 

@@ -27,10 +27,10 @@ from keepstep.monitor.tree.node_clocks import encode_clocks
 from keepstep.monitor.verdicts import Syndrome
 from keepstep.monitor.views.service import _authorization
 from keepstep.monitor.watch.watch import Watch
+from tests.adaptive_timeouts import patient
 from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, verdict
-from tests.patience import patient
 
 
 def cursor_of(watch: Watch, url: str) -> Cursor:

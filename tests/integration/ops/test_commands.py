@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = sorted(

@@ -14,7 +14,7 @@ from ops.gpu.keepstep_tree import RECORDER_MODULES, recorder_library, require
 from ops.gpu.machine import Machine
 from ops.gpu.ranks import Rank, figures_of, run_ranks
 from ops.gpu.recorded_process import operations, recording
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[3]
 

@@ -17,7 +17,7 @@ from typing import Self
 
 from keepstep.elastic.store.embedded import binary
 from keepstep.elastic.store.ports import ReservedPort
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 _START_S = 60.0
 

@@ -26,8 +26,8 @@ from keepstep.elastic.store.etcd_messages import auth as auth_messages
 from keepstep.elastic.store.etcd_messages import rpc, stub
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.private_files import write_file
+from tests.adaptive_timeouts import patient
 from tests.integration.store.cluster import EtcdCluster
-from tests.patience import patient
 
 PASSWORD = "between us"
 AGENT = Credentials(user="agent", password=PASSWORD)

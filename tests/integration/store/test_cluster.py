@@ -13,8 +13,8 @@ from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Change, Created, Put, Reset, Store
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.etcd_messages import rpc, stub
+from tests.adaptive_timeouts import patient
 from tests.integration.store.cluster import EtcdCluster
-from tests.patience import patient
 
 DEADLINE_S = 60.0
 

@@ -21,8 +21,8 @@ from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.memory import MemoryStore
+from tests.adaptive_timeouts import patient
 from tests.integration.store.cluster import EtcdCluster
-from tests.patience import patient
 
 SECRET = b"the secret of this test"
 Scenario = Callable[[Store], Awaitable[None]]

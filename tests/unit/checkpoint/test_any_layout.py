@@ -40,7 +40,7 @@ from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 from keepstep.checkpoint.snapshot.arena import box_bytes
-from tests.unit.checkpoint.given_storage import read_from
+from tests.unit.checkpoint.storage_fixtures import read_from
 
 Bytes = npt.NDArray[np.uint8]
 ITEMSIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -36,7 +36,7 @@ from keepstep.checkpoint.live.tensors import (
     specs_of,
     torch_dtype,
 )
-from tests.unit.checkpoint.given_storage import read_from
+from tests.unit.checkpoint.storage_fixtures import read_from
 from tests.unit.checkpoint.test_any_layout import (
     Bytes,
     DictStorage,

@@ -11,7 +11,7 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 class Blocks(torch.Tensor):

@@ -12,7 +12,7 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.ranks import collective
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 # A rank that waits so long waits for ever.
 PATIENCE_S = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keepstep.transport import Connection, accept, connect, listen, tcp_address_of
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.transport.example_protocol import CLIENT, PROTOCOL, SERVER
 
 

@@ -31,7 +31,7 @@ from keepstep.transport import (
     tcp_address_of,
 )
 from keepstep.transport.frames import FrameSealer
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.transport.conftest import in_thread
 from tests.unit.transport.example_protocol import (
     ASK,

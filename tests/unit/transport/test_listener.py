@@ -25,7 +25,7 @@ from keepstep.transport import (
     listen,
     tcp_address_of,
 )
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.transport.example_protocol import (
     ASK,
     CLIENT,
@@ -147,7 +147,7 @@ import resource, sys
 from keepstep.transport import Listener, listen, tcp_address_of
 from tests.unit.transport.example_protocol import PROTOCOL, SERVER
 from tests.unit.transport.test_listener import echo
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 listening = listen("tcp:127.0.0.1:0")
 listener = Listener([listening], PROTOCOL, SERVER, echo, max_pending=1000, handshake_s=600)

@@ -30,7 +30,7 @@ from keepstep.transport import (
     identify,
     open_stream,
 )
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.transport.example_protocol import (
     ASK,
     CLIENT,

@@ -17,7 +17,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 class WithExtraState(nn.Linear):

@@ -22,7 +22,7 @@ from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.ranks import collective_plan
 from keepstep.checkpoint.ranks.collective_plan import PlanCache, agree_on_save
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 STATE = {"w": torch.arange(3.0)}
 CONFIG = {

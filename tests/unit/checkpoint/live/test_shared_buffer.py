@@ -15,7 +15,7 @@ from keepstep.checkpoint.live.packing import pack
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.state_copies import HostCopies
 from keepstep.checkpoint.live.tensors import describe
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.live.storable import may_overlap
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 class Opaque(torch.Tensor):

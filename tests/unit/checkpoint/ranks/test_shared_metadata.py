@@ -23,7 +23,7 @@ from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.ranks import shared_metadata
 from keepstep.checkpoint.ranks.shared_metadata import open_together
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
-from tests.unit.checkpoint.given_storage import read_from
+from tests.unit.checkpoint.storage_fixtures import read_from
 from tests.unit.checkpoint.test_any_layout import DictStorage, Tensor, small_sizes, store
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 

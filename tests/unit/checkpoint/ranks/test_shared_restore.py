@@ -25,7 +25,7 @@ from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor, torch_dtype
 from keepstep.checkpoint.ranks import shared_restore
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
-from tests.unit.checkpoint.given_storage import read_from
+from tests.unit.checkpoint.storage_fixtures import read_from
 from tests.unit.checkpoint.test_any_layout import (
     ITEMSIZES,
     DictStorage,

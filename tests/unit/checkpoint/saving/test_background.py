@@ -15,7 +15,7 @@ from keepstep.checkpoint.saving import background
 from keepstep.checkpoint.saving.background import BackgroundSaver, Copied, SaveTask
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.writer_process import WriterProcess
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 LIMIT_S = 60.0
 

@@ -44,8 +44,8 @@ from keepstep.elastic.store.contract import (
     Reset,
 )
 from keepstep.elastic.store.memory import MemoryStore
-from tests.patience import patient
-from tests.unit.elastic.rendezvous.test_standing import held_view
+from tests.adaptive_timeouts import patient
+from tests.unit.elastic.rendezvous.test_join_protocol import held_view
 
 RECORD = NodeRecord(
     node="a",

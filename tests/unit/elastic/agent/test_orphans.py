@@ -8,7 +8,7 @@ import sys
 import psutil
 
 from keepstep.elastic.agent.orphans import VARIABLE, marked_processes, orphans_ended
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 AGENT = """
 import os, subprocess, sys

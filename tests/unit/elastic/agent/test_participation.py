@@ -23,7 +23,7 @@ from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Committed, Created, Delete, Modified, Put, Store
 from keepstep.elastic.store.memory import MemoryStore
 from keepstep.elastic.worker.messages import Command, CommandKind
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.elastic.agent.test_worker_group import play
 
 NOTHING = Command(CommandKind.PROGRAM, "true", ())

@@ -38,7 +38,7 @@ from keepstep.transport import (
     open_stream,
 )
 from keepstep.transport.admission import MAX_PENDING
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 HOST = "127.0.0.1"
 SECRET = b"the job's secret of 32 bytes...."

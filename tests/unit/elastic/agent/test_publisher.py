@@ -23,7 +23,7 @@ from keepstep.elastic.rendezvous.records import (
     PersistedPart,
 )
 from keepstep.elastic.store.memory import MemoryStore
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 URL = "s3://b/run"
 STEP_4 = SnapshotId(1, 4)

@@ -18,7 +18,7 @@ import pytest
 from keepstep.elastic.agent import supervisor
 from keepstep.elastic.agent.supervisor import Worker, WorkerEvent, WorkerExit
 from keepstep.elastic.worker.messages import Command, CommandKind, SnapshotCommitted
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 def spawning(*command: str) -> Callable[..., int]:

@@ -23,7 +23,7 @@ from keepstep.elastic.rendezvous.records import FailureKind, Generation, Member
 from keepstep.elastic.worker.log_files import VARIABLE, Outputs
 from keepstep.elastic.worker.messages import Assignment, Command, CommandKind
 from keepstep.elastic.worker.session import EXIT_REPLACE
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 CONTEXT = JobContext(job="job", secret=b"", server="unix:/none", max_restarts=3)
 
@@ -409,7 +409,7 @@ time.sleep(600)
 
 
 def test_worker_that_asks_to_be_replaced_counts_as_no_failure_of_its_own(tmp_path: Path) -> None:
-    code = "session.end_to_be_replaced('its groups do not end')"
+    code = "session.exit_for_replacement('its groups do not end')"
 
     async def scenario() -> None:
         async with running(script(tmp_path, code), size=1) as group:
@@ -428,7 +428,7 @@ def test_worker_whose_script_begins_anew_has_not_failed_unless_another_one_has(
 ) -> None:
     code = """
 if assignment.rank == 0:
-    session.begin_script_anew('the last steps must be computed again')
+    session.restart_script('the last steps must be computed again')
 time.sleep(600)
 """
 
@@ -495,7 +495,7 @@ raise SystemExit
 
 
 def test_worker_whose_device_failed_counts_as_its_failure(tmp_path: Path) -> None:
-    code = "session.end_to_be_replaced('cuda:0 has failed', is_fault=True)"
+    code = "session.exit_for_replacement('cuda:0 has failed', is_fault=True)"
 
     async def scenario() -> None:
         async with running(script(tmp_path, code), size=1) as group:

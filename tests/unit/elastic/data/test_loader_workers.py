@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from keepstep.elastic.data.loader_workers import with_prepared_workers
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

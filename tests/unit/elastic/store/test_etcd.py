@@ -16,7 +16,7 @@ from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.etcd_messages import kv, rpc
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ADDRESS = Address(("127.0.0.1:1",), Access.PLAIN)
 

@@ -119,10 +119,10 @@ class Agent:
     def on_abort(self, *_: object, **__: object) -> None:
         return
 
-    def end_to_be_replaced(self, reason: str, *, is_fault: bool = False) -> NoReturn:
+    def exit_for_replacement(self, reason: str, *, is_fault: bool = False) -> NoReturn:
         raise Replaced(reason, is_fault)
 
-    def begin_script_anew(self, reason: str) -> NoReturn:
+    def restart_script(self, reason: str) -> NoReturn:
         raise Replaced(reason)
 
 

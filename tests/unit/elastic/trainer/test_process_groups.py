@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from keepstep.elastic.errors import ProcessUnusable
 from keepstep.elastic.trainer import process_groups
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, check_mesh_positions
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.elastic.agent.test_worker_group import places
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from keepstep.elastic.trainer import retired_groups
 from keepstep.elastic.trainer.retired_groups import RetiredGroups
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 class Group(dist.ProcessGroup):

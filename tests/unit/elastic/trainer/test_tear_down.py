@@ -10,7 +10,7 @@ import torch.distributed as dist
 from keepstep.elastic.errors import ProcessUnusable
 from keepstep.elastic.trainer import tear_down
 from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 1)

@@ -12,7 +12,7 @@ import pytest
 
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker.unmanaged_session import UnmanagedSession
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[4]
 

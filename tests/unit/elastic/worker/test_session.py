@@ -33,7 +33,7 @@ from keepstep.elastic.worker.session import (
 )
 from keepstep.monitor.progress import Progress, ProgressBoard
 from keepstep.transport import Connection
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.elastic.worker.places import assignment
 
 DEADLINE_S = 30.0

@@ -8,7 +8,7 @@ import time
 
 from keepstep.monitor.diagnosis.metrics import ProcessSample
 from keepstep.monitor.node.processes import sample_processes
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 def of_rank_0(pid: int) -> ProcessSample:

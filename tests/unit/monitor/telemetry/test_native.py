@@ -32,7 +32,7 @@ from keepstep.monitor.telemetry.native import (
     library_path,
     name_as_nccl_plugin,
 )
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 TESTS = Path(__file__).with_name("native")
 WITHOUT_DRIVER = "process_without_the_driver_observes_nothing_and_loads_nothing"

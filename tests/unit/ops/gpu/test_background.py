@@ -4,7 +4,7 @@ import threading
 
 from ops.gpu.background import BackgroundCall, described
 from ops.gpu.groups import wait_all
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 
 def test_call_that_does_not_return_is_not_waited_for() -> None:

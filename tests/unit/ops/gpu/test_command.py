@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = """

@@ -7,7 +7,7 @@ import pytest
 from ops.gpu.check import NotRun
 from ops.gpu.environment import on_one_gpu
 from ops.gpu.ranks import figures_of, run_ranks
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.ops.gpu.tiny_checks import meet_and_add, run_out_of_memory, wait_for_nobody
 
 ROOT = Path(__file__).parents[4]

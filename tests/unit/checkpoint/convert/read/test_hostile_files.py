@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.adaptive_timeouts import patient
 from tests.opened_checkpoints import open_foreign
-from tests.patience import patient
 from tests.unit.checkpoint.convert.read.test_dcp_folders import changed, set_chunks, set_place
 from tests.unit.checkpoint.convert.read.test_hugging_face import index_of, weights
 from tests.unit.checkpoint.convert.read.test_orbax import array, tree_of, zstd_of

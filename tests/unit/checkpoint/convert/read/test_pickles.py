@@ -26,7 +26,7 @@ from keepstep.checkpoint.convert.read.pickled_values import (
 )
 from keepstep.checkpoint.convert.read.pickles import unpickle
 from keepstep.checkpoint.errors import CheckpointDamaged
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 KEYS = (
     st.none()

@@ -20,8 +20,8 @@ from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import plan_fills
+from tests.adaptive_timeouts import patient
 from tests.opened_checkpoints import open_foreign
-from tests.patience import patient
 from tests.unit.checkpoint.convert.read.written import tensor_of
 
 W = torch.arange(3.0)

@@ -33,7 +33,7 @@ from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata, parse_root
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 ATTEMPT = Attempt(StoredStep(1, 0), "a")
 PART = "parts/000000.json"

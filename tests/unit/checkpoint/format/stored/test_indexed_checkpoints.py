@@ -32,7 +32,7 @@ from keepstep.checkpoint.format.stored.object_names import (
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.writer import publish, write_part
-from tests.unit.checkpoint.given_storage import RecordingStorage, read_from
+from tests.unit.checkpoint.storage_fixtures import RecordingStorage, read_from
 
 ATTEMPT = Attempt(StoredStep(1, 0), "x")
 COUNT = 4000

@@ -18,7 +18,7 @@ from keepstep.checkpoint.format.stored.steps import newest
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.writer import publish, write_part
-from tests.unit.checkpoint.given_storage import RecordingStorage, read_from
+from tests.unit.checkpoint.storage_fixtures import RecordingStorage, read_from
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal_bytes
 
 SNAPSHOT = SnapshotId(1, 1)

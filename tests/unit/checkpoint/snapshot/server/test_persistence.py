@@ -35,7 +35,7 @@ from keepstep.checkpoint.snapshot.server.persistence import Persistence
 from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Identity
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal
 
 FIRST, SECOND = SnapshotId(1, 1), SnapshotId(1, 2)

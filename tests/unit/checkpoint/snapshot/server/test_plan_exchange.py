@@ -25,7 +25,7 @@ from keepstep.checkpoint.format.stored.shared_plan import (
 )
 from keepstep.checkpoint.snapshot.server import holder_servers, plan_shares
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.plan_nodes import Nodes, index_of
 from tests.unit.checkpoint.test_any_layout import (
     ITEMSIZES,

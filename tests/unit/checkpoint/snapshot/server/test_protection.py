@@ -21,7 +21,7 @@ from keepstep.checkpoint.snapshot.server.blocks import ServerConnections, Snapsh
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.snapshot.server.protection import Protection
 from keepstep.transport import Identity, PeerUnavailable
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal
 
 OLDER, NEWER = SnapshotId(1, 1), SnapshotId(1, 2)

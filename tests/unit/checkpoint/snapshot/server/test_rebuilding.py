@@ -19,7 +19,7 @@ from keepstep.checkpoint.snapshot.server import rebuilding, snapshot_memory
 from keepstep.checkpoint.snapshot.server.rebuilding import Rebuilder
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Identity
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal
 
 LOST, RANK, NBYTES = SnapshotId(1, 4), 7, 4096

@@ -17,7 +17,7 @@ from keepstep.checkpoint.format.layout.boxes import Box, Entry
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.messages import RestoreChecked
 from keepstep.checkpoint.snapshot.server.restore_check import RestoreCheck
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.sealed import open_memory, seal_bytes
 
 OLD, NEW = SnapshotId(1, 7), SnapshotId(2, 7)

@@ -1,6 +1,6 @@
 """The other bytes from outside: messages, frames, summaries, rings, records, and rule files.
 
-Each door is a decoder, the errors that it may raise, and samples of what it decodes.
+Each entry is a decoder, the errors that it may raise, and samples of what it decodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.unit.transport.test_frames import opened, sealed
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Decoder:
     """One decoder.
 
     Attributes:
@@ -178,42 +178,42 @@ def _read_ring(data: bytes) -> None:
         reader.close()
 
 
-def doors() -> dict[str, Door]:
-    """Return every door by its name."""
-    entries: dict[str, Door] = {}
+def decoders() -> dict[str, Decoder]:
+    """Return every decoder by its name."""
+    entries: dict[str, Decoder] = {}
     for kind in _RECORDS:
-        entries[f"record {kind.__name__}"] = Door(_record(kind), kind.decode, (UsageError,))
-    entries["record secret"] = Door(_object(["secret"]), decode_secret, (UsageError,))
-    entries["view"] = Door(_view_sample, _view, (UsageError,))
+        entries[f"record {kind.__name__}"] = Decoder(_record(kind), kind.decode, (UsageError,))
+    entries["record secret"] = Decoder(_object(["secret"]), decode_secret, (UsageError,))
+    entries["view"] = Decoder(_view_sample, _view, (UsageError,))
     for module in (memory_messages, saving_messages, worker_messages, preflight_messages):
         for protocol in vars(module).values():
             for direction in ("requests", "replies"):
                 codec = getattr(protocol, direction, None)
                 if isinstance(codec, Codec):
                     name = f"message {module.__name__.rpartition('.')[0]} {direction}"
-                    entries[name] = _codec_door(codec)
-    entries["frames"] = Door(_frames, _open_frames, (TransportError,))
+                    entries[name] = _codec_decoder(codec)
+    entries["frames"] = Decoder(_frames, _open_frames, (TransportError,))
     whole_summary = encode_summary(summary())
-    entries["summary"] = Door(lambda _: whole_summary, decode_summary, (ProtocolViolation,))
-    entries["clocks"] = Door(
+    entries["summary"] = Decoder(lambda _: whole_summary, decode_summary, (ProtocolViolation,))
+    entries["clocks"] = Decoder(
         lambda _: b'{"a": [0.5, null], "b": [1, 2]}', decode_clocks, (ProtocolViolation,)
     )
-    entries["answer"] = Door(_object(["a", "b"]), parse_object, (ProtocolViolation,))
+    entries["answer"] = Decoder(_object(["a", "b"]), parse_object, (ProtocolViolation,))
     ring = _ring_sample()
-    entries["ring"] = Door(lambda _: ring, _read_ring, (RingUnreadable,))
-    entries["index of a shard"] = Door(
+    entries["ring"] = Decoder(lambda _: ring, _read_ring, (RingUnreadable,))
+    entries["index of a shard"] = Decoder(
         lambda _: (
             b'{"nbytes": 8, "entries": [["w", "float32", [2], [0], [2], 0, 8]]}\n{"data": [1]}'
         ),
         lambda data: read_index(data, 0),
         (SnapshotUnavailable,),
     )
-    entries["rules"] = Door(lambda _: _RULES, _parse_rules, (RulesInvalid,))
+    entries["rules"] = Decoder(lambda _: _RULES, _parse_rules, (RulesInvalid,))
     return entries
 
 
-def _codec_door(codec: Codec[Any]) -> Door:
-    return Door(_message(codec), lambda data: codec.decode(data, "peer"), (TransportError,))
+def _codec_decoder(codec: Codec[Any]) -> Decoder:
+    return Decoder(_message(codec), lambda data: codec.decode(data, "peer"), (TransportError,))
 
 
 def _parse_rules(data: bytes) -> None:

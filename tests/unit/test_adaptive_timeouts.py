@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import patient
+from tests.adaptive_timeouts import patient
 
 TESTS = Path(__file__).parents[1]
 SHORTEST_S = 1.0

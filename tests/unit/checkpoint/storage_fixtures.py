@@ -1,4 +1,4 @@
-"""Makes the reader of checkpoints use a storage that a test has made, such as one that records."""
+"""Lets the checkpoint reader use a storage that a test supplies, such as one that records reads."""
 
 from __future__ import annotations
 

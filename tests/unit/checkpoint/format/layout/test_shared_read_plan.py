@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.boxes import Box
-from keepstep.checkpoint.format.layout.hand_on import (
+from keepstep.checkpoint.format.layout.shared_read_plan import (
     ReadTask,
     ReadUnit,
     Want,
@@ -237,7 +237,7 @@ def test_planning_imports_nothing_when_it_is_first_done() -> None:
     code = (
         "import sys\n"
         "from keepstep.checkpoint.format.layout.boxes import Box\n"
-        "from keepstep.checkpoint.format.layout.hand_on import distinct_size\n"
+        "from keepstep.checkpoint.format.layout.shared_read_plan import distinct_size\n"
         "before = set(sys.modules)\n"
         "assert distinct_size([Box((0,), (4,)), Box((2,), (4,))]) == 6\n"
         "assert set(sys.modules) == before, set(sys.modules) - before\n"

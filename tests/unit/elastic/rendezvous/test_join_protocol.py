@@ -6,6 +6,19 @@ import pytest
 
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
+from keepstep.elastic.rendezvous.join_protocol import (
+    AwaitPredecessor,
+    Join,
+    Lease,
+    RemoveFinishedJob,
+    RestoreJob,
+    joining_again,
+    led_since,
+    may_revoke_predecessor,
+    next_join_step,
+    settle_record,
+    without_state,
+)
 from keepstep.elastic.rendezvous.placements import encode_commit, encode_generation, place
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
@@ -19,19 +32,6 @@ from keepstep.elastic.rendezvous.records import (
     Pause,
     Result,
     SnapshotCommit,
-)
-from keepstep.elastic.rendezvous.standing import (
-    AwaitPredecessor,
-    Join,
-    Lease,
-    RemoveFinishedJob,
-    RestoreJob,
-    joining_again,
-    led_since,
-    may_revoke_predecessor,
-    next_join_step,
-    settle_record,
-    without_state,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, apply
 from keepstep.elastic.store.contract import Change, KeyValue, Modified, Put
