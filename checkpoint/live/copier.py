@@ -92,7 +92,6 @@ class Snapshotter:
         device: where the state is.
         may_seal: asked when a copy is complete; once it has returned False it never returns True:
             the collectives that computed the state may have been aborted.
-        granted: returns which buffer the commit of a step has granted this rank; None if none.
     """
 
     def __init__(
@@ -102,12 +101,8 @@ class Snapshotter:
         rank: int,
         device: torch.device,
         may_seal: Callable[[], bool] = lambda: True,
-        granted: Callable[[int], int | None] = lambda _: None,
     ) -> None:
         self._may_seal = may_seal
-        self._granted = granted
-        # What a commit grants holds until a shard is begun: only the last one's counts.
-        self._sealed_step: int | None = None
         self._client = client
         self._generation = generation
         self._rank = rank
@@ -218,12 +213,10 @@ class Snapshotter:
         layout = copy.layout
         index = encode_index(layout.nbytes, layout.encoded, copy.documents)
         index_capacity = round_up(len(index), _INDEX_GRANULARITY_NBYTES)
-        sealed_step, self._sealed_step = self._sealed_step, None
         number, arena = self._client.begin(
             copy.snapshot,
             self._rank,
             layout.nbytes + index_capacity,
-            granted=self._granted(sealed_step) if sealed_step is not None else None,
             discard_uncommitted=copy.discard_uncommitted,
             before_unmap=self._release,
         )
@@ -234,10 +227,7 @@ class Snapshotter:
                 f"step {copy.snapshot.step} is not sealed: its generation is aborted"
             )
         arena.buffer[layout.nbytes : layout.nbytes + len(index)] = index
-        self._client.seal(
-            copy.snapshot, self._rank, layout.nbytes, len(index), before_unmap=self._release
-        )
-        self._sealed_step = copy.snapshot.step
+        self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
 
     def _check_unchanged(self, copy: _PendingCopy) -> None:
         """Raise StateChanged if the state was written to during the copy, here or elsewhere."""

@@ -166,13 +166,8 @@ class NodeSnapshots:
     async def commit(self, snapshot: SnapshotId) -> None:
         """Tell the server and the workers that a snapshot is committed."""
         self._committed = snapshot
-        granted = await self.server.commit(snapshot)
-        if snapshot.generation != self._node.worker_group.generation:
-            # What an older generation's snapshot has granted, if anything, is not this one's.
-            granted = {}
-        await self._node.worker_group.broadcast(
-            SnapshotCommitted(step=snapshot.step, granted=granted)
-        )
+        await self.server.commit(snapshot)
+        await self._node.worker_group.broadcast(SnapshotCommitted(step=snapshot.step))
 
     def announce(self, announcement: CommitAnnouncement) -> None:
         """Tell all members, this node's own workers included, what is committed."""

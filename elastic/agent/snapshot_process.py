@@ -120,7 +120,6 @@ class SnapshotProcess:
         self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sealed: set[SnapshotId] = set()
         self._protected: set[SnapshotId] = set()
-        self._granted: Mapping[int, int] = {}
         self._closing = False
         self._receiving = asyncio.create_task(self._receive_all())
         self.local_address = f"unix:{directory / 'snapshots.sock'}"
@@ -260,13 +259,9 @@ class SnapshotProcess:
                     )
                 )
 
-    async def commit(self, snapshot: SnapshotId) -> Mapping[int, int]:
-        """Have everything older than this snapshot freed.
-
-        Returns the buffers that are granted to ranks for their next shards, by rank.
-        """
+    async def commit(self, snapshot: SnapshotId) -> None:
+        """Have everything older than this snapshot freed."""
         await self._ask(CommitSnapshot(snapshot=snapshot))
-        return self._granted
 
     async def persist(self, attempt: PartAttempt) -> None:
         """Begin to write this node's part of a checkpoint; the outcome comes as an event.
@@ -413,7 +408,6 @@ class SnapshotProcess:
             sealed.snapshot for sealed in holdings.sealed if len(sealed.ranks) == self._workers
         }
         self._protected = set(holdings.protected)
-        self._granted = holdings.granted
         self.memory_nbytes = holdings.nbytes
 
     def _is_awaited(self, snapshot: SnapshotId) -> bool:

@@ -157,7 +157,6 @@ class GenerationState:
             self._session.is_committed,
             partial(self._session.is_closing, assignment.generation),
             partial(self._may_seal, assignment.generation),
-            self._session.granted_buffer,
             self.snapshot_interval,
             self._passes.located,
             data_share=(world.data_rank, world.data_size),

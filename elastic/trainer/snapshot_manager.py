@@ -114,7 +114,6 @@ class SnapshotManager:
         is_committed: Callable[[int], bool],
         is_closing: Callable[[], bool],
         may_seal: Callable[[], bool],
-        granted: Callable[[int, int], int | None],
         interval: SnapshotInterval,
         located: Callable[[Position], Position],
         *,
@@ -141,7 +140,6 @@ class SnapshotManager:
                 assignment.rank,
                 device,
                 may_seal,
-                lambda step: granted(step, assignment.rank),
             )
         self._last_snapshot_step = -1
         self._is_intact = True

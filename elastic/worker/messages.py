@@ -293,13 +293,9 @@ class AbortOrdered(Message, frozen=True, kw_only=True):
 
 
 class SnapshotCommitted(Message, frozen=True, kw_only=True):
-    """The snapshot of `step`, and so of every step before it, is committed: the next may begin.
-
-    `granted` are the buffers that the node's ranks may write their next shards into, by rank.
-    """
+    """The snapshot of `step`, and so of every step before it, is committed: the next may begin."""
 
     step: int
-    granted: Mapping[int, int]
 
 
 class Stored(Message, frozen=True, kw_only=True):

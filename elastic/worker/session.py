@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -88,7 +88,6 @@ class Session:
         self._aborting_generation = 0
         self._ordered_generation = 0
         self._committed_step = -1
-        self._granted: tuple[int, Mapping[int, int]] = -1, {}
         self._stored = Stored(step=-1, generation=0)
         self._rolled_back: tuple[int, int] | None = None
         self._store: TCPStore | None = None
@@ -152,11 +151,6 @@ class Session:
     def is_committed(self, step: int) -> bool:
         """Whether a snapshot of `step` or later is known to be committed."""
         return self._committed_step >= step
-
-    def granted_buffer(self, step: int, rank: int) -> int | None:
-        """Return the buffer that the commit of a step has granted a rank; None if it has none."""
-        committed, granted = self._granted
-        return granted.get(rank) if committed == step else None
 
     @property
     def committed_step(self) -> int:
@@ -296,7 +290,7 @@ class Session:
                     self._assignment = assignment
                     # Steps may be done again in this generation: what older ones committed shows
                     # nothing about them, and what they stored may have been found damaged.
-                    self._committed_step, self._granted = -1, (-1, {})
+                    self._committed_step = -1
                     self._stored, self._rolled_back = Stored(step=-1, generation=0), None
                     if serves_store:
                         self._serve_store(assignment, self._connection.take_descriptor())
@@ -308,9 +302,7 @@ class Session:
                     self._store = None
                 case AbortOrdered(generation=generation):
                     self._ordered_generation = max(self._ordered_generation, generation)
-                case SnapshotCommitted(step=step, granted=granted):
-                    # Whoever sees the commit sees what it grants.
-                    self._granted = step, granted
+                case SnapshotCommitted(step=step):
                     self._committed_step = max(self._committed_step, step)
                 case Stored():
                     self._stored = message

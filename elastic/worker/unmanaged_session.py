@@ -103,10 +103,6 @@ class UnmanagedSession(Session):
         """Return True: nothing is waited for."""
         return True
 
-    def granted_buffer(self, step: int, rank: int) -> int | None:
-        """Return None: there are no buffers."""
-        return None
-
     @property
     def committed_step(self) -> int:
         """No step is committed."""

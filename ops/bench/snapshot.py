@@ -148,10 +148,10 @@ class Nodes:
             task.add_done_callback(self.committing.discard)
 
     async def commit(self, snapshot: SnapshotId) -> None:
-        granted = await asyncio.gather(*(server.commit(snapshot) for server in self.servers))
+        await asyncio.gather(*(server.commit(snapshot) for server in self.servers))
         self.times[snapshot.step]["committed_s"] = time.monotonic()
-        for rank, worker in enumerate(self.workers):
-            self.send(worker, committed=snapshot.step, granted=granted[rank].get(rank))
+        for worker in self.workers:
+            self.send(worker, committed=snapshot.step)
         async with self.commit_changed:
             self.commit_changed.notify_all()
 

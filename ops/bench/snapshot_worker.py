@@ -54,23 +54,18 @@ class Requests:
         self.queue: Queue[dict[str, Any] | None] = Queue()
         self.changed = threading.Condition()
         self.committed = -1
-        self.granted: int | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait_for_commit(self, step: int) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.committed >= step)
 
-    def granted_buffer(self, step: int) -> int | None:
-        with self.changed:
-            return self.granted if self.committed == step else None
-
     def _read(self) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             if "committed" in request:
                 with self.changed:
-                    self.granted, self.committed = request["granted"], request["committed"]
+                    self.committed = request["committed"]
                     self.changed.notify_all()
             else:
                 self.queue.put(request)
@@ -115,13 +110,7 @@ class Trainer:
     def enter(self, generation: int) -> None:
         if self.snapshotter is not None:
             self.snapshotter.close()
-        self.snapshotter = Snapshotter(
-            self.client,
-            generation,
-            RANK,
-            DEVICE,
-            granted=self.requests.granted_buffer,
-        )
+        self.snapshotter = Snapshotter(self.client, generation, RANK, DEVICE)
         self.requests.committed, self.taken = -1, -1
 
     @property

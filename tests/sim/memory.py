@@ -23,31 +23,20 @@ class Memory:
     """Servers of whose blocks the parity is, and which an abort had spoilt."""
     damaged: set[SnapshotId] = field(default_factory=set)
     """What was forgotten because its memory had changed."""
-    begun: dict[tuple[SnapshotId, int], int | None] = field(default_factory=dict)
-    """What ranks copy, and the granted buffer that they copy to, if they have not asked for one."""
-    granted: dict[int, tuple[SnapshotId, int]] = field(default_factory=dict)
-    """The buffers that ranks were granted, and by which commit."""
+    begun: set[tuple[SnapshotId, int]] = field(default_factory=set)
+    """The shards that ranks copy."""
     _sealed: tuple[SnapshotTable | None, int, frozenset[SnapshotId]] = (None, 0, frozenset())
 
     def begin(self, snapshot: SnapshotId, rank: int) -> None:
-        """Have a rank begin to copy its shard; raises SnapshotUnavailable.
-
-        Two in three times it takes the buffer that the last commit has granted it, if any.
-        """
-        after, buffer = self.granted.pop(rank, (None, -1))
-        is_granted = after == SnapshotId(snapshot.generation, snapshot.step - 1)
-        if is_granted and (snapshot.step + rank) % 3:
-            self.buffers[buffer] = (snapshot, rank)
-            self.begun[snapshot, rank] = buffer
-            return
+        """Have a rank begin to copy its shard; raises SnapshotUnavailable."""
         self.table, held = snapshot_table.begin(self.table, snapshot, rank, SHARD_NBYTES, PLENTY)
         self.buffers[held.buffer] = (snapshot, rank)
-        self.begun[snapshot, rank] = None
+        self.begun.add((snapshot, rank))
 
     def seal(self, snapshot: SnapshotId, rank: int) -> None:
         """Have a rank complete its shard; raises SnapshotUnavailable."""
-        granted = self.begun.pop((snapshot, rank), None)
-        self.table = snapshot_table.seal(self.table, snapshot, rank, granted=granted)
+        self.begun.discard((snapshot, rank))
+        self.table = snapshot_table.seal(self.table, snapshot, rank)
 
     def seal_garbage(self, snapshot: SnapshotId, rank: int) -> None:
         """Have a rank seal what an aborted collective left; raises SnapshotUnavailable."""
@@ -71,8 +60,6 @@ class Memory:
     def commit(self, snapshot: SnapshotId) -> None:
         """Free what is older than the committed snapshot."""
         self.table = snapshot_table.commit(self.table, snapshot)
-        for rank, buffer in self.table.granted.items():
-            self.granted[rank] = (snapshot, buffer)
 
     def discard(self, snapshot: SnapshotId) -> None:
         """Forget a snapshot whose memory has changed."""

@@ -508,28 +508,6 @@ def gives_out_a_buffer_that_is_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(snapshot_table, "_choose_buffer", wrong)
 
 
-def gives_out_a_buffer_that_is_granted_to_another_rank(patch: pytest.MonkeyPatch) -> None:
-    right = snapshot_table._choose_buffer
-
-    def wrong(table: SnapshotTable, *rest: Any, **named: Any) -> Any:
-        after, held = right(replace(table, granted={}), *rest, **named)
-        granted = {rank: b for rank, b in table.granted.items() if b != held.buffer}
-        return replace(after, granted=granted), held
-
-    patch.setattr(snapshot_table, "_choose_buffer", wrong)
-
-
-def releases_a_buffer_that_is_granted(patch: pytest.MonkeyPatch) -> None:
-    right = snapshot_table._without_surplus
-
-    def wrong(table: SnapshotTable) -> SnapshotTable:
-        after = right(replace(table, granted={}))
-        left = {rank: buffer for rank, buffer in table.granted.items() if buffer in after.free}
-        return replace(after, granted=left)
-
-    patch.setattr(snapshot_table, "_without_surplus", wrong)
-
-
 def gives_out_a_buffer_that_is_too_small(patch: pytest.MonkeyPatch) -> None:
     right = snapshot_table._choose_buffer
 
@@ -716,8 +694,6 @@ MUTANTS: dict[str, Patch] = {
             begins_a_part_before_it_enters_the_generation,
             begins_before_the_last_one_is_committed,
             gives_out_a_buffer_that_is_in_use,
-            gives_out_a_buffer_that_is_granted_to_another_rank,
-            releases_a_buffer_that_is_granted,
             gives_out_a_buffer_that_is_too_small,
             frees_what_is_being_stored,
             seals_in_a_generation_that_is_over,
@@ -745,7 +721,6 @@ NOTICING_SEEDS = {
     "frees_what_it_is_asked_to_store": 359,
     "removes_a_job_that_somebody_has_joined": 256,
     "leader_does_not_depend_on_having_the_lead": 166,
-    "releases_a_buffer_that_is_granted": 146,
     "leader_does_not_depend_on_the_request_to_store": 139,
     "leader_does_not_depend_on_the_snapshot": 137,
     "believes_reports_of_servers_that_died": 106,

@@ -71,8 +71,6 @@ class SnapshotClient:
         with translated_transport_errors():
             self._connection = connect(address, SNAPSHOT_PROTOCOL, identity, idle_s=idle_s)
         self._arenas: dict[int, Arena] = {}
-        # The buffer that is written without having been asked for.
-        self._granted: int | None = None
 
     def begin(
         self,
@@ -80,13 +78,10 @@ class SnapshotClient:
         rank: int,
         nbytes: int,
         *,
-        granted: int | None = None,
         discard_uncommitted: bool = False,
         before_unmap: Callable[[int], None] = lambda _: None,
     ) -> tuple[int, Arena]:
-        """Return the number and the memory of a buffer to write a shard into.
-
-        The server is not asked if a commit has granted one that is mapped and large enough.
+        """Ask for a buffer to write a shard into; return its number and memory.
 
         The same number means the same memory as before, still mapped. The client unmaps it when the
         server has released it, or when it is closed itself.
@@ -95,8 +90,6 @@ class SnapshotClient:
             snapshot: what the shard is a part of.
             rank: whose part.
             nbytes: its size, index included.
-            granted: the buffer that the commit of the rank's last shard has granted it, if any, and
-                if it has begun none since.
             discard_uncommitted: forget the rank's last snapshot, which another rank has not sealed
                 and never will.
             before_unmap: called with the number of each buffer that the server has released; must
@@ -106,12 +99,6 @@ class SnapshotClient:
             SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed,
                 memory is short, or the server is gone.
         """
-        self._granted = None
-        if granted in self._arenas and not discard_uncommitted:
-            arena = self._arenas[granted]
-            if arena.nbytes >= nbytes:
-                self._granted = granted
-                return granted, arena
         begun = self._ask(
             Begin(
                 snapshot=snapshot,
@@ -122,33 +109,23 @@ class SnapshotClient:
             ),
             Begun,
         )
-        self._unmap(begun.dropped, before_unmap)
+        for number in begun.dropped:
+            if number in self._arenas:
+                before_unmap(number)
+                self._arenas.pop(number).close()
         if begun.buffer not in self._arenas:
             self._arenas[begun.buffer] = self._map(begun.capacity, writable=True)
         return begun.buffer, self._arenas[begun.buffer]
 
-    def seal(
-        self,
-        snapshot: SnapshotId,
-        rank: int,
-        index_offset: int,
-        index_nbytes: int,
-        *,
-        before_unmap: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """Declare the shard complete that was begun last; its index lies at this place in it.
+    def seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
+        """Declare a shard complete, whose index lies at this place in its buffer.
 
-        `before_unmap` and what is raised are as for `begin`.
+        Raises as `begin` does.
         """
         request = Seal(
-            snapshot=snapshot,
-            rank=rank,
-            index_offset=index_offset,
-            index_nbytes=index_nbytes,
-            granted=self._granted,
-            mapped=tuple(self._arenas),
+            snapshot=snapshot, rank=rank, index_offset=index_offset, index_nbytes=index_nbytes
         )
-        self._unmap(self._ask(request, Sealed).dropped, before_unmap)
+        self._ask(request, Sealed)
 
     def holdings(self) -> dict[SnapshotId, list[int]]:
         """Return the ranks that have sealed each snapshot held."""
@@ -202,12 +179,6 @@ class SnapshotClient:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-
-    def _unmap(self, dropped: Sequence[int], before_unmap: Callable[[int], None]) -> None:
-        for number in dropped:
-            if number in self._arenas:
-                before_unmap(number)
-                self._arenas.pop(number).close()
 
     def _map(self, capacity: int, *, writable: bool) -> Arena:
         with translated_transport_errors():

@@ -74,7 +74,7 @@ class Begin(Message, frozen=True, kw_only=True):
 
 
 class Begun(Message, frozen=True, kw_only=True):
-    """Grants a buffer of `capacity` bytes; its descriptor comes along unless it is mapped already.
+    """Gives a buffer of `capacity` bytes; its descriptor comes along unless it is mapped already.
 
     `dropped` are mapped buffers that the server has released.
     """
@@ -85,24 +85,16 @@ class Begun(Message, frozen=True, kw_only=True):
 
 
 class Seal(Message, frozen=True, kw_only=True):
-    """Declares a shard complete, with its index at a place in its buffer.
-
-    `granted` is the buffer, if the rank has not begun the shard and has written into one that a
-    commit granted it (`NodeHoldings`). `mapped` as in `Begin`.
-    """
+    """Declares a shard complete, with its index at a place in its buffer."""
 
     snapshot: SnapshotId
     rank: Count
     index_offset: Count
     index_nbytes: Count
-    granted: int | None
-    mapped: tuple[int, ...]
 
 
 class Sealed(Message, frozen=True, kw_only=True):
-    """Replies to `Seal`. `dropped` as in `Begun`."""
-
-    dropped: tuple[int, ...]
+    """Replies to `Seal`."""
 
 
 class ListHoldings(Message, frozen=True, kw_only=True):
@@ -318,7 +310,7 @@ ServerReply: TypeAlias = (
 
 SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
     name="snapshot",
-    versions=VersionRange(3, 3),
+    versions=VersionRange(4, 4),
     requests=Codec[ClientRequest](
         Begin,
         Seal,
@@ -430,7 +422,7 @@ class Verify(Message, frozen=True, kw_only=True):
 
 
 class CommitSnapshot(Message, frozen=True, kw_only=True):
-    """Frees everything older than a snapshot, which is the one to resume from; grants buffers."""
+    """Frees everything older than a snapshot, which is the one to resume from."""
 
     snapshot: SnapshotId
 
@@ -487,15 +479,11 @@ class AgentRequest(Message, frozen=True, kw_only=True):
 
 
 class NodeHoldings(Message, frozen=True, kw_only=True):
-    """What the node holds: sealed snapshots, those with complete parity, bytes of memory.
-
-    `granted` are the buffers that ranks may write their next shards into, by rank.
-    """
+    """What the node holds: sealed snapshots, those with complete parity, bytes of memory."""
 
     sealed: tuple[SealedRanks, ...]
     protected: tuple[SnapshotId, ...]
     nbytes: Count
-    granted: Mapping[int, int]
 
 
 class AgentReply(Message, frozen=True, kw_only=True):

@@ -5,9 +5,7 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
   generation is committed or was never sealed: two buffers alternate, and one of them always holds a
   committed snapshot.
 - A commit frees everything older. Opening a generation forgets shards that were left unsealed.
-- A commit grants a free buffer to each rank that has sealed the snapshot, for its next shard: the
-  rank may write there without asking, and seals that buffer. It gives the grant up if it begins a
-  shard instead, and opening a generation ends all grants.
+- A rank is given a free buffer that it has mapped, if one is large enough: its own older one.
 - A fenced generation seals nothing more: its collectives may be aborted, and leave garbage.
 - A pinned snapshot (being stored) stays until it is unpinned, though newer ones are committed;
   meanwhile a third buffer is used.
@@ -17,8 +15,6 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
 Every function that returns a changed table checks the invariants (`check_table`, `check_change`)
 and raises `SnapshotInvariantViolated` instead of returning a table that breaks one:
 - A buffer belongs to one shard, or is free.
-- A granted buffer is free, and granted to one rank: until that seals or begins a shard, or the
-  generation ends.
 - A rank has one sealed snapshot of the current generation that is not committed, at most.
 - A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer
   unless it is discarded by name; so does a shard that is being rebuilt.
@@ -69,9 +65,8 @@ class ShardBuffer:
 class SnapshotTable:
     """All that a node holds.
 
-    `free` are buffers without a shard, by number, with their sizes in bytes; `granted` are those of
-    them that ranks may write their next shards into, by rank; `pinned` counts pins. Nothing is
-    begun or sealed in generations up to `fenced`.
+    `free` are buffers without a shard, by number, with their sizes in bytes; `pinned` counts pins.
+    Nothing is begun or sealed in generations up to `fenced`.
     """
 
     generation: int = 0
@@ -79,7 +74,6 @@ class SnapshotTable:
     committed: SnapshotId = _NOTHING
     shards: Mapping[tuple[SnapshotId, int], ShardBuffer] = field(default_factory=dict)
     free: Mapping[int, int] = field(default_factory=dict)
-    granted: Mapping[int, int] = field(default_factory=dict)
     pinned: Mapping[SnapshotId, int] = field(default_factory=dict)
     next_buffer: int = 1
 
@@ -114,7 +108,7 @@ def open_generation(table: SnapshotTable, generation: int) -> SnapshotTable:
     if generation <= table.generation:
         return table
     kept = {key: held for key, held in table.shards.items() if held.sealed or held.is_being_rebuilt}
-    return _checked(table, _retain_only(table, kept, generation=generation, granted={}))
+    return _checked(table, _retain_only(table, kept, generation=generation))
 
 
 def fence(table: SnapshotTable, generation: int) -> SnapshotTable:
@@ -129,6 +123,7 @@ def begin(
     nbytes: int,
     available_nbytes: int,
     *,
+    mapped: Collection[int] = (),
     discard_uncommitted: bool = False,
 ) -> tuple[SnapshotTable, ShardBuffer]:
     """Give a rank a buffer for a snapshot.
@@ -139,6 +134,7 @@ def begin(
         rank: whose part.
         nbytes: size of the part.
         available_nbytes: memory that the node can still give.
+        mapped: the buffers that the rank has mapped, and page-locked for a GPU.
         discard_uncommitted: forget the rank's last snapshot, which can never be committed because
             another rank did not seal it.
 
@@ -169,17 +165,19 @@ def begin(
             f"{waiting_for} is sealed and not committed yet; wait for the commit"
         )
     given_up = uncommitted | {key for key, held in own_shards.items() if not held.sealed}
-    kept = _without_grant(table, rank)
+    kept = table
     if given_up:
         left = {key: held for key, held in table.shards.items() if key not in given_up}
-        kept = _retain_only(kept, left)
-    after, held = _assign_buffer(kept, (snapshot, rank), nbytes, available_nbytes, adopted=False)
-    return _checked(table, after, discarded=uncommitted, beginning=rank), held
+        kept = _retain_only(table, left)
+    after, held = _assign_buffer(
+        kept, (snapshot, rank), nbytes, available_nbytes, mapped=mapped, adopted=False
+    )
+    return _checked(table, after, discarded=uncommitted), held
 
 
-def has_buffer(table: SnapshotTable, rank: int, nbytes: int) -> bool:
-    """Whether a rank's shard is given a free buffer, so that no memory is needed for it."""
-    return bool(_fitting(table.free, _without_grant(table, rank).granted, nbytes))
+def has_buffer(table: SnapshotTable, nbytes: int) -> bool:
+    """Whether a shard of this size is given a free buffer, so that no memory is needed for it."""
+    return bool(_fitting(table.free, nbytes))
 
 
 def adopt(
@@ -205,37 +203,20 @@ def complete_adoption(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> 
     return _checked(complete, _without_older(complete, table.committed))
 
 
-def seal(
-    table: SnapshotTable, snapshot: SnapshotId, rank: int, *, granted: int | None = None
-) -> SnapshotTable:
+def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
     """Mark a shard complete.
 
-    Args:
-        table: what is held.
-        snapshot: what the shard is a part of.
-        rank: whose part.
-        granted: the granted buffer that it was written into; None if it was begun.
-
     Raises:
-        SnapshotUnavailable: the generation is over, or the shard was neither begun nor written into
-            a buffer that is granted to the rank.
+        SnapshotUnavailable: the generation is over, or the shard was not begun.
     """
     _check_not_fenced(table, snapshot, rank)
     held = table.shards.get((snapshot, rank))
-    is_begun = held is not None and not held.sealed and granted is None
-    is_granted = held is None and granted is not None and table.granted.get(rank) == granted
-    if snapshot.generation != table.generation or not (is_begun or is_granted):
+    if snapshot.generation != table.generation or held is None or held.sealed:
         raise SnapshotUnavailable(
             f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
             f"it was not begun, or generation {table.generation} has replaced its own"
         )
-    after = table
-    if granted is not None:
-        free = {b: c for b, c in table.free.items() if b != granted}
-        held = ShardBuffer(granted, table.free[granted])
-        shards = {**table.shards, (snapshot, rank): held}
-        after = replace(_without_grant(table, rank), free=free, shards=shards)
-    return _checked(table, _sealed(after, (snapshot, rank)))
+    return _checked(table, _sealed(table, (snapshot, rank)))
 
 
 def abandon(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -260,14 +241,11 @@ def discard(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
 def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Take a snapshot as the one to resume from: everything older is freed, unless pinned.
 
-    Ranks that have taken it are granted buffers for their next shards, if there are free ones.
-
     One of an older generation is what this one resumes from. Whatever older generations have sealed
     after it is freed too: nobody resumes from that any more.
     """
     if snapshot < table.committed or snapshot.generation >= table.generation:
-        after = _without_older(table, snapshot)
-        return _checked(table, _with_grants(after, snapshot, _last_buffers(table, snapshot)))
+        return _checked(table, _without_older(table, snapshot))
     left_behind = {
         key
         for key, held in table.shards.items()
@@ -288,40 +266,6 @@ def _without_older(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     }
     after = _retain_only(table, kept, committed=committed)
     return after if after.pinned else _without_surplus(after)
-
-
-def _last_buffers(table: SnapshotTable, snapshot: SnapshotId) -> dict[int, int]:
-    """Return the buffers of ranks' shards of the generation that are older than a snapshot."""
-    return {
-        rank: held.buffer
-        for (of, rank), held in table.shards.items()
-        if of.generation == table.generation and of < snapshot and not held.adopted
-    }
-
-
-def _with_grants(
-    table: SnapshotTable, snapshot: SnapshotId, last: Mapping[int, int]
-) -> SnapshotTable:
-    """Grant a buffer to each rank whose newest shard in the generation is of this snapshot.
-
-    A rank is granted its `last` buffer, which it has mapped, if that is free.
-    """
-    if snapshot.generation != table.generation:
-        return table
-    granted = dict(table.granted)
-    going_on = {rank for of, rank in table.shards if of > snapshot} | table.granted.keys()
-    committed = {
-        rank: held.capacity
-        for (of, rank), held in table.shards.items()
-        if of == snapshot and held.sealed and not held.adopted and rank not in going_on
-    }
-    free = table.free.keys() - granted.values()
-    granted.update({rank: last[rank] for rank in committed if last.get(rank) in free})
-    for rank in sorted(committed.keys() - granted.keys()):
-        # The rank's next shard is as large as its last one, nearly always.
-        if fitting := _fitting(table.free, granted, committed[rank]):
-            granted[rank] = min(fitting)[1]
-    return replace(table, granted=granted)
 
 
 def pin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
@@ -352,20 +296,13 @@ def check_table(table: SnapshotTable) -> None:
     """Check a table by itself.
 
     Raises:
-        SnapshotInvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots, or
-            a granted buffer is not free.
+        SnapshotInvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots.
     """
     buffers = [held.buffer for held in table.shards.values()] + list(table.free)
     if len(set(buffers)) != len(buffers) or any(b >= table.next_buffer for b in buffers):
         raise SnapshotInvariantViolated(
             "a buffer belongs to one shard, or is free",
             f"buffers {sorted(buffers)}, the next is {table.next_buffer}",
-        )
-    granted = list(table.granted.values())
-    if len(set(granted)) != len(granted) or not table.free.keys() >= set(granted):
-        raise SnapshotInvariantViolated(
-            "a granted buffer is free, and granted to one rank",
-            f"{dict(table.granted)} are granted by rank, and {sorted(table.free)} are free",
         )
     uncommitted: set[int] = set()
     for (snapshot, rank), held in table.shards.items():
@@ -384,10 +321,7 @@ def check_table(table: SnapshotTable) -> None:
 
 
 def check_change(
-    before: SnapshotTable,
-    after: SnapshotTable,
-    discarded: Collection[ShardKey] = (),
-    beginning: int | None = None,
+    before: SnapshotTable, after: SnapshotTable, discarded: Collection[ShardKey] = ()
 ) -> None:
     """Check that a change keeps what has to be kept.
 
@@ -395,11 +329,10 @@ def check_change(
         before: the table as it was.
         after: the table as it would be.
         discarded: shards that are forgotten on purpose.
-        beginning: the rank that begins a shard, and gives up what it was granted.
 
     Raises:
         SnapshotInvariantViolated: a sealed shard, or one that is being rebuilt, would be lost or
-            moved, a granted buffer would be taken away, or a count would sink.
+            moved, or a count would sink.
     """
     if (after.generation, after.committed) != (
         max(before.generation, after.generation),
@@ -409,14 +342,6 @@ def check_change(
             "a table's generation and committed snapshot never go back",
             f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
         )
-    for rank, buffer in before.granted.items() if before.generation == after.generation else ():
-        if after.granted.get(rank) == buffer or rank == beginning:
-            continue
-        if (rank, buffer) not in {(key[1], held.buffer) for key, held in after.shards.items()}:
-            raise SnapshotInvariantViolated(
-                "a granted buffer stays its rank's until that seals or begins a shard",
-                f"buffer {buffer} was granted to rank {rank}, and {dict(after.granted)} are now",
-            )
     for key, held in before.shards.items():
         found = after.shards.get(key)
         if found is held:
@@ -444,13 +369,10 @@ def _check_not_fenced(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> 
 
 
 def _checked(
-    before: SnapshotTable,
-    after: SnapshotTable,
-    discarded: Collection[ShardKey] = (),
-    beginning: int | None = None,
+    before: SnapshotTable, after: SnapshotTable, discarded: Collection[ShardKey] = ()
 ) -> SnapshotTable:
     check_table(after)
-    check_change(before, after, discarded, beginning)
+    check_change(before, after, discarded)
     return after
 
 
@@ -470,9 +392,7 @@ def _without_surplus(table: SnapshotTable) -> SnapshotTable:
     surplus = len(table.free) + len(table.shards) - 2 * len(ranks)
     if surplus <= 0:
         return table
-    granted = set(table.granted.values())
-    largest_first = sorted(table.free.items(), key=lambda item: (item[0] in granted, -item[1]))
-    surplus = min(surplus, len(table.free) - len(granted))
+    largest_first = sorted(table.free.items(), key=lambda item: -item[1])
     return replace(table, free=dict(largest_first[surplus:]))
 
 
@@ -482,10 +402,13 @@ def _assign_buffer(
     nbytes: int,
     available_nbytes: int,
     *,
+    mapped: Collection[int] = (),
     adopted: bool,
 ) -> tuple[SnapshotTable, ShardBuffer]:
     """Give a shard a free buffer, or a new one."""
-    after, held = _choose_buffer(table, key, nbytes, available_nbytes, adopted=adopted)
+    after, held = _choose_buffer(
+        table, key, nbytes, available_nbytes, mapped=mapped, adopted=adopted
+    )
     if held.capacity < nbytes:
         raise SnapshotInvariantViolated(
             "a buffer is as large as the shard that it is given for",
@@ -495,17 +418,22 @@ def _assign_buffer(
 
 
 def _choose_buffer(
-    table: SnapshotTable, key: ShardKey, nbytes: int, available_nbytes: int, *, adopted: bool
+    table: SnapshotTable,
+    key: ShardKey,
+    nbytes: int,
+    available_nbytes: int,
+    *,
+    mapped: Collection[int],
+    adopted: bool,
 ) -> tuple[SnapshotTable, ShardBuffer]:
-    fitting = _fitting(table.free, table.granted, nbytes)
+    fitting = _fitting(table.free, nbytes)
     if fitting:
-        capacity, buffer = min(fitting)
+        capacity, buffer = min(fitting, key=lambda found: (found[1] not in mapped, *found))
         free = {b: c for b, c in table.free.items() if b != buffer}
         held = ShardBuffer(buffer, capacity, adopted=adopted)
         return replace(table, free=free, shards={**table.shards, key: held}), held
     # Buffers that have become too small for this job are of no use to it.
-    granted = set(table.granted.values())
-    free = {b: c for b, c in table.free.items() if c >= nbytes or b in granted}
+    free = {b: c for b, c in table.free.items() if c >= nbytes}
     if nbytes + _MEMORY_RESERVE_NBYTES > available_nbytes:
         raise MemoryShort(
             f"a snapshot of rank {key[1]} needs {nbytes / 2**20:.0f} MiB and the node has "
@@ -517,22 +445,13 @@ def _choose_buffer(
     return replace(table, free=free, shards=shards, next_buffer=table.next_buffer + 1), held
 
 
-def _fitting(
-    free: Mapping[int, int], granted: Mapping[int, int], nbytes: int
-) -> list[tuple[int, int]]:
+def _fitting(free: Mapping[int, int], nbytes: int) -> list[tuple[int, int]]:
     """Return the capacities and numbers of the free buffers that are given to a shard."""
     return [
         (capacity, buffer)
         for buffer, capacity in free.items()
         if nbytes <= capacity <= 2 * nbytes + _MAX_UNUSED_NBYTES
-        if buffer not in granted.values()
     ]
-
-
-def _without_grant(table: SnapshotTable, rank: int) -> SnapshotTable:
-    if rank not in table.granted:
-        return table
-    return replace(table, granted={r: b for r, b in table.granted.items() if r != rank})
 
 
 def _retain_only(

@@ -177,5 +177,4 @@ class AgentCommands:
                 held.snapshot for held in sealed if self._protection.is_protected(held.snapshot)
             ),
             nbytes=self.nbytes,
-            granted=self._memory.granted(),
         )

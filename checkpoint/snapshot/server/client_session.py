@@ -109,16 +109,11 @@ class ClientSession:
             case Begin():
                 self._begin(request)
             case Seal(snapshot=snapshot, rank=rank):
-                sealed, dropped = self._memory.seal(
-                    snapshot,
-                    rank,
-                    request.index_offset,
-                    request.index_nbytes,
-                    granted=request.granted,
-                    mapped=request.mapped,
+                sealed = self._memory.seal(
+                    snapshot, rank, request.index_offset, request.index_nbytes
                 )
                 self._unsealed.discard((snapshot, rank))
-                self._client.send(Sealed(dropped=dropped))
+                self._client.send(Sealed())
                 self._on_sealed(snapshot, sealed)
             case ListHoldings():
                 self._client.send(Holdings(sealed=self._memory.sealed()))

@@ -119,11 +119,6 @@ class SnapshotMemory:
             SealedRanks(snapshot, tuple(sorted(ranks))) for snapshot, ranks in sealed.items()
         )
 
-    def granted(self) -> Mapping[int, int]:
-        """Return the buffers that this node's ranks may write their next shards into, by rank."""
-        with self._changed:
-            return self._table.granted
-
     def open_generation(self, generation: int) -> None:
         """Accept shards of this generation only, from now on; expect no rebuilt ones of before."""
         with self._changed:
@@ -155,13 +150,14 @@ class SnapshotMemory:
         """
 
         def take(left_nbytes: Callable[[], int]) -> GivenBuffer:
-            has_buffer = snapshot_table.has_buffer(self._table, rank, nbytes)
+            has_buffer = snapshot_table.has_buffer(self._table, nbytes)
             self._table, shard = snapshot_table.begin(
                 self._table,
                 snapshot,
                 rank,
                 nbytes,
                 0 if has_buffer else left_nbytes(),
+                mapped=mapped,
                 discard_uncommitted=discard_uncommitted,
             )
             arena = self._arena_of_buffer(shard.buffer, shard.capacity)
@@ -178,15 +174,8 @@ class SnapshotMemory:
         return self._once_there_is_memory(take, lambda: False)
 
     def seal(
-        self,
-        snapshot: SnapshotId,
-        rank: int,
-        index_offset: int,
-        index_nbytes: int,
-        *,
-        granted: int | None = None,
-        mapped: Sequence[int] = (),
-    ) -> tuple[frozenset[int], tuple[int, ...]]:
+        self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int
+    ) -> frozenset[int]:
         """Declare a shard complete, whose index lies at this place in its buffer.
 
         Args:
@@ -194,25 +183,22 @@ class SnapshotMemory:
             rank: whose part.
             index_offset: where the index begins, in bytes.
             index_nbytes: its size.
-            granted: the granted buffer that the shard was written into; None if it was begun.
-            mapped: the buffers that the writer has mapped.
 
         Returns:
-            Which of this node's ranks have sealed the snapshot then, and which of the mapped
-            buffers are released. However many seal at the same time, one call alone returns all
-            ranks.
+            Which of this node's ranks have sealed the snapshot then. However many seal at the same
+            time, one call alone returns all ranks.
 
         Raises:
             SnapshotUnavailable: see `snapshot_table.seal`.
             ValueError: the buffer ends before the index does.
         """
         with self._changed:
-            table = snapshot_table.seal(self._table, snapshot, rank, granted=granted)
+            table = snapshot_table.seal(self._table, snapshot, rank)
             if index_offset + index_nbytes > table.shards[snapshot, rank].capacity:
                 raise ValueError(f"the index of rank {rank}'s shard lies beyond its buffer's end")
             self._table = table
             self._shards[snapshot, rank] = _SealedShard(index_offset, index_nbytes)
-            return table.sealed_ranks(snapshot), self._dropped(mapped)
+            return table.sealed_ranks(snapshot)
 
     def abandon(self, snapshot: SnapshotId, rank: int) -> None:
         """Forget a shard that was begun and not sealed, for its writer is gone."""
@@ -223,7 +209,7 @@ class SnapshotMemory:
         self._update(lambda table: snapshot_table.discard(table, snapshot))
 
     def commit(self, snapshot: SnapshotId) -> None:
-        """Free everything older than a snapshot, unless it is pinned; grant ranks buffers."""
+        """Free everything older than a snapshot, unless it is pinned."""
         self._update(lambda table: snapshot_table.commit(table, snapshot))
 
     def pin(self, snapshot: SnapshotId) -> None:

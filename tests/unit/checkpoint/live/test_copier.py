@@ -24,7 +24,6 @@ class ScriptedClient:
     def __init__(self, script: list[tuple[int, set[int]]]) -> None:
         self._script = script
         self.sealed: list[tuple[object, ...]] = []
-        self.granted: list[int | None] = []
         self._arenas: dict[int, Arena] = {}
 
     def begin(
@@ -33,11 +32,9 @@ class ScriptedClient:
         rank: int,
         nbytes: int,
         *,
-        granted: int | None,
         discard_uncommitted: bool,
         before_unmap: Callable[[int], None],
     ) -> tuple[int, Arena]:
-        self.granted.append(granted)
         number, left = self._script.pop(0)
         for dropped in self._arenas.keys() - left:
             before_unmap(dropped)
@@ -46,7 +43,7 @@ class ScriptedClient:
             self._arenas[number] = Arena.create(nbytes)
         return number, self._arenas[number]
 
-    def seal(self, *arguments: object, before_unmap: Callable[[int], None]) -> None:
+    def seal(self, *arguments: object) -> None:
         self.sealed.append(arguments)
 
     def close(self) -> None:
@@ -73,32 +70,6 @@ def test_a_buffer_that_the_server_released_is_unmapped() -> None:
     client.close()
     assert counts == [1, 2, 3, 2, 2]
     assert mapped_buffers() == before
-
-
-def test_a_granted_buffer_is_offered_once_and_only_after_the_last_shard_was_sealed() -> None:
-    """What is granted is given up by whoever begins a shard: another copy may have it by then."""
-    client = ScriptedClient([(1, {1})] * 5)
-    asked: list[int] = []
-
-    def granted(step: int) -> int | None:
-        asked.append(step)
-        return 10 + step
-
-    snapshotter = Snapshotter(
-        cast(SnapshotClient, client), 1, 0, torch.device("cpu"), granted=granted
-    )
-    data = torch.ones(8)
-    for step, is_unchanged in enumerate((True, True, False, True, True)):
-        snapshotter.start(step, [describe("w", data)], {}, agree=lambda _, it=is_unchanged: it)
-        if is_unchanged:
-            snapshotter.wait()
-        else:
-            with pytest.raises(StateChanged):
-                snapshotter.wait()
-    snapshotter.close()
-    client.close()
-    assert asked == [0, 1, 3]
-    assert client.granted == [None, 10, 11, None, 13]
 
 
 def test_whatever_a_copy_raises_is_raised_to_who_waits_for_it() -> None:

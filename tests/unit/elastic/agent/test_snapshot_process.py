@@ -40,9 +40,7 @@ def test_what_is_protected_just_after_a_reply_is_not_forgotten(tmp_path: Path) -
         await asyncio.sleep(0)
         request = server.receive()
         assert request is not None
-        held = NodeHoldings(
-            sealed=(SealedRanks(before, (0,)),), protected=(before,), nbytes=1, granted={}
-        )
+        held = NodeHoldings(sealed=(SealedRanks(before, (0,)),), protected=(before,), nbytes=1)
         server.send(AgentReply(number=request.number, result=held))
         server.send(Protected(snapshot=after, nbytes=2))
         await asked

@@ -157,7 +157,7 @@ def test_worker_that_takes_no_messages_is_killed_and_keeps_the_agent_waiting_no_
         async with asyncio.timeout(patient(20)):
             worker.is_warm = True
             while worker.is_alive and not worker.kill_reason:
-                await worker.send(SnapshotCommitted(step=1, granted={}))
+                await worker.send(SnapshotCommitted(step=1))
                 await asyncio.sleep(0)
             assert await events.get() == WorkerExit(worker, -signal.SIGKILL)
         assert worker.kill_reason == "it has taken no message for 0 s"

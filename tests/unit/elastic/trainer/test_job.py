@@ -106,9 +106,6 @@ class Agent:
     def is_committed(self, step: int) -> bool:
         return True
 
-    def granted_buffer(self, step: int, rank: int) -> int | None:
-        return None
-
     def wait_for_commit(self, step: int, generation: int, **_: bool) -> bool:
         return not self.is_closing(generation)
 

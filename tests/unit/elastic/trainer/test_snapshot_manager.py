@@ -66,7 +66,6 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
         is_committed=lambda step: step == -1,
         is_closing=lambda: False,
         may_seal=lambda: True,
-        granted=lambda step, rank: None,
         interval=SnapshotInterval(2, 0.0),
         located=lambda position: position,
         data_share=(0, 1),

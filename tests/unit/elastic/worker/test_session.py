@@ -175,17 +175,17 @@ WAITS = {
     [
         (
             "commit",
-            [SnapshotCommitted(step=4, granted={}), SnapshotCommitted(step=5, granted={})],
+            [SnapshotCommitted(step=4), SnapshotCommitted(step=5)],
             True,
         ),
         ("commit", [CloseGeneration(generation=2, aborts=False)], False),
         (
             "commit while closing",
-            [CloseGeneration(generation=2, aborts=False), SnapshotCommitted(step=6, granted={})],
+            [CloseGeneration(generation=2, aborts=False), SnapshotCommitted(step=6)],
             True,
         ),
         ("commit while closing", [CloseGeneration(generation=2, aborts=True)], False),
-        ("stored", [SnapshotCommitted(step=9, granted={}), Stored(step=5, generation=1)], True),
+        ("stored", [SnapshotCommitted(step=9), Stored(step=5, generation=1)], True),
         ("stored", [CloseGeneration(generation=3, aborts=False)], False),
     ],
 )
@@ -242,32 +242,8 @@ session.wait_for_assignment(1)
 session.report(Drained(generation=int(session.is_committed(9))))
 """
     with worker(script) as running:
-        running.connection.send(SnapshotCommitted(step=9, granted={}))
+        running.connection.send(SnapshotCommitted(step=9))
         assert running.connection.receive() == Drained(generation=1)
-        running.connection.send(Assign(assignment=assignment(2), serves_store=False))
-        assert running.connection.receive() == Drained(generation=0)
-
-
-def test_buffer_is_granted_by_the_newest_commit_of_the_generation_alone() -> None:
-    script = """
-def tell(step, rank):
-    session.report(Drained(generation=session.granted_buffer(step, rank) or 0))
-
-session.wait_for_commit(9, 1)
-for asked in ((9, 3), (9, 4), (8, 3)):
-    tell(*asked)
-session.wait_for_commit(10, 1)
-tell(9, 3)
-session.wait_for_assignment(1)
-tell(10, 3)
-"""
-    with worker(script) as running:
-        running.connection.send(SnapshotCommitted(step=9, granted={3: 7}))
-        assert [running.connection.receive() for _ in range(3)] == [
-            Drained(generation=7), Drained(generation=0), Drained(generation=0)
-        ]  # fmt: skip
-        running.connection.send(SnapshotCommitted(step=10, granted={3: 8}))
-        assert running.connection.receive() == Drained(generation=0)
         running.connection.send(Assign(assignment=assignment(2), serves_store=False))
         assert running.connection.receive() == Drained(generation=0)
 

@@ -93,7 +93,7 @@ HELD = (SealedRanks(SNAPSHOT, (0, 1)),)
 
 REQUESTS: list[ClientRequest] = [
     Begin(snapshot=SNAPSHOT, rank=1, nbytes=2**40, mapped=(1, 2), discard_uncommitted=True),
-    Seal(snapshot=SNAPSHOT, rank=1, index_offset=4096, index_nbytes=100, granted=3, mapped=(2, 3)),
+    Seal(snapshot=SNAPSHOT, rank=1, index_offset=4096, index_nbytes=100),
     ListHoldings(),
     ReadIndex(snapshot=SNAPSHOT, rank=1, wait=True),
     OpenShard(snapshot=SNAPSHOT, rank=1),
@@ -113,7 +113,7 @@ REQUESTS: list[ClientRequest] = [
 REPLIES: list[ServerReply] = [
     Refused(reason="no"),
     Begun(buffer=3, capacity=2**40, dropped=(1,)),
-    Sealed(dropped=(2,)),
+    Sealed(),
     Holdings(sealed=HELD),
     IndexBytes(),
     IndexPending(),
@@ -181,7 +181,7 @@ def test_commands_arrive_as_they_were_sent(command: AgentCommand) -> None:
         AgentReply(number=7, result=Refused(reason="no")),
         AgentReply(
             number=7,
-            result=NodeHoldings(sealed=HELD, protected=(SNAPSHOT,), nbytes=9, granted={0: 3, 1: 2}),
+            result=NodeHoldings(sealed=HELD, protected=(SNAPSHOT,), nbytes=9),
         ),
     ],
     ids=lambda message: type(message).__name__,

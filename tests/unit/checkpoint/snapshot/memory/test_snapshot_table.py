@@ -217,24 +217,8 @@ def two_committed(ranks: Sequence[int] = (0,)) -> SnapshotTable:
     return table
 
 
-def test_a_commit_grants_each_rank_a_free_buffer_for_its_next_shard() -> None:
-    table = two_committed(ranks=(0, 1))
-    assert table.granted.keys() == {0, 1}
-    assert set(table.granted.values()) == table.free.keys()
-    assert commit(table, SnapshotId(1, 2)) == table, "a repeated commit grants the same"
-    for rank in (0, 1):
-        before = table
-        buffer = table.granted[rank]
-        table = seal(table, SnapshotId(1, 3), rank, granted=buffer)
-        assert table.shards[SnapshotId(1, 3), rank] == ShardBuffer(buffer, 100, sealed=True)
-        assert rank not in table.granted
-        assert rank not in commit(table, SnapshotId(1, 2)).granted, "it has gone on"
-        check_change(before, table)
-    assert commit(table, SnapshotId(1, 3)).granted.keys() == {0, 1}
-
-
 @given(st.lists(st.permutations([0, 1, 2, 3]), min_size=4, max_size=12))
-def test_a_rank_is_granted_its_own_older_buffer_in_whatever_order_ranks_seal(
+def test_a_rank_is_given_its_own_older_buffer_in_whatever_order_ranks_seal(
     orders: list[list[int]],
 ) -> None:
     """It has mapped it, and a worker with a GPU has page-locked it."""
@@ -243,96 +227,12 @@ def test_a_rank_is_granted_its_own_older_buffer_in_whatever_order_ranks_seal(
     for step, order in enumerate(orders):
         snapshot = SnapshotId(1, step)
         for rank in order:
-            granted = table.granted.get(rank)
-            assert (granted is None) == (step < 2)
-            if granted is None:
-                table, held = begin(table, snapshot, rank, 100, PLENTY)
-                granted = held.buffer
-                table = seal(table, snapshot, rank)
-            else:
-                table = seal(table, snapshot, rank, granted=granted)
-            used[rank].append(granted)
+            table, held = begin(table, snapshot, rank, 100, PLENTY, mapped=used[rank])
+            table = seal(table, snapshot, rank)
+            used[rank].append(held.buffer)
         table = commit(table, snapshot)
     for buffers in used.values():
         assert buffers == [buffers[step % 2] for step in range(len(orders))]
-
-
-def test_nothing_is_granted_where_no_buffer_is_free_or_no_shard_is_committed() -> None:
-    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
-    assert table.granted == {}, "the rank has one buffer yet"
-    table = pin(table, SnapshotId(1, 1))
-    table = commit(taken(table, 2), SnapshotId(1, 2))
-    assert table.granted == {}, "the other one is stored"
-    committed = two_committed()
-    table = taken(committed, 3)
-    assert commit(open_generation(table, 2), SnapshotId(1, 3)).granted == {}, (
-        "of another generation"
-    )
-    table, _ = begin(committed, SnapshotId(1, 3), 0, 100, PLENTY)
-    assert commit(table, SnapshotId(1, 2)).granted == {}, "it has begun a shard"
-    table, _ = adopt(two_committed(), SnapshotId(1, 2), 7, 100, PLENTY)
-    table = complete_adoption(table, SnapshotId(1, 2), 7)
-    assert commit(table, SnapshotId(1, 2)).granted.keys() == {0}, "not for an adopted shard"
-
-
-@pytest.mark.parametrize(
-    ("buffer", "generation", "step"), [(1, 2, 3), (2, 1, 3), (3, 1, 3), (1, 1, 2)]
-)
-def test_only_the_buffer_that_is_granted_is_sealed_without_having_been_begun(
-    buffer: int, generation: int, step: int
-) -> None:
-    table = two_committed()
-    assert table.granted == {0: 1}
-    with pytest.raises(SnapshotUnavailable, match="was not begun"):
-        seal(table, SnapshotId(generation, step), 0, granted=buffer)
-    with pytest.raises(SnapshotUnavailable, match="was not begun"):
-        seal(table, SnapshotId(1, 3), 1, granted=1)
-    with pytest.raises(SnapshotUnavailable, match="may be garbage"):
-        seal(fence(table, 1), SnapshotId(1, 3), 0, granted=1)
-    with pytest.raises(SnapshotUnavailable, match="was not begun"):
-        seal(open_generation(table, 2), SnapshotId(2, 3), 0, granted=1)
-
-
-def test_a_rank_that_begins_a_shard_gives_up_its_grant() -> None:
-    table = two_committed()
-    assert has_buffer(table, 0, 100)
-    table, held = begin(table, SnapshotId(1, 3), 0, 100, 0)
-    assert (held.buffer, table.granted) == (1, {})
-    with pytest.raises(SnapshotUnavailable, match="was not begun"):
-        seal(table, SnapshotId(1, 3), 0, granted=1)
-
-
-def test_a_granted_buffer_is_neither_given_to_another_rank_nor_released() -> None:
-    table = two_committed(ranks=(0, 1))
-    granted = table.granted
-    assert not has_buffer(table, 2, 100)
-    # Adopted shards find no free buffer, nor does a larger one release what is too small for it.
-    for rank, nbytes in ((7, 100), (8, 2**22)):
-        table, held = adopt(table, SnapshotId(1, 2), rank, nbytes, PLENTY)
-        assert held.buffer not in granted.values()
-        assert table.granted == granted
-        assert table.free.keys() == set(granted.values())
-    for rank in (7, 8):
-        table = complete_adoption(table, SnapshotId(1, 2), rank)
-    left = replace(table, shards={k: h for k, h in table.shards.items() if k[1] == 0})
-    left = replace(left, free={**table.free, 9: 50}, next_buffer=10)
-    after = commit(left, SnapshotId(1, 2))
-    assert after.free == table.free, (
-        "of more than there are ranks for the others go, if smaller, too"
-    )
-
-
-def test_tables_that_break_a_grant_are_refused() -> None:
-    table = two_committed(ranks=(0, 1))
-    free = {buffer: 100 for buffer in table.free if buffer != table.granted[0]}
-    for broken in (replace(table, granted={0: 1, 1: 1}), replace(table, free=free)):
-        with pytest.raises(SnapshotInvariantViolated, match="granted to one rank"):
-            check_table(broken)
-    for left in ({}, {0: table.granted[0]}, {0: table.granted[1], 1: table.granted[0]}):
-        with pytest.raises(SnapshotInvariantViolated, match="stays its rank's"):
-            check_change(table, replace(table, granted=left))
-    check_change(table, replace(table, granted={0: table.granted[0]}), beginning=1)
-    check_change(table, open_generation(table, 2))
 
 
 def test_a_fence_is_never_lowered() -> None:
@@ -376,7 +276,7 @@ def test_a_shard_is_given_the_smallest_free_buffer_that_is_not_much_too_large(
 ) -> None:
     buffers = dict(enumerate(free, 1))
     table = SnapshotTable(generation=1, free=buffers, next_buffer=len(free) + 1)
-    assert has_buffer(table, 0, nbytes) == (used is not None)
+    assert has_buffer(table, nbytes) == (used is not None)
     # Only new memory needs to be there.
     available = 0 if used is not None else PLENTY
     table, held = begin(table, SnapshotId(1, 1), 0, nbytes, available)
@@ -399,9 +299,7 @@ def test_two_buffers_a_rank_are_kept_the_smallest_ones() -> None:
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["take", "fill", "begin", "abandon", "commit", "pin", "unpin", "generation"]
-        ),
+        st.sampled_from(["take", "begin", "abandon", "commit", "pin", "unpin", "generation"]),
         st.integers(0, 1),
     ),
     max_size=60,
@@ -414,7 +312,6 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
 ) -> None:
     table, step = open_generation(SnapshotTable(), 1), 0
     for kind, rank in schedule:
-        granted = table.granted
         before = {k: h for k, h in table.shards.items() if h.sealed and k[0] == table.committed}
         snapshot = SnapshotId(table.generation, step)
         if kind in ("take", "begin"):
@@ -426,10 +323,6 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
                 continue  # The last one is not committed yet.
             if kind == "take":
                 table = seal(table, snapshot, rank)
-        elif kind == "fill" and rank in table.granted:
-            step += 1
-            snapshot = SnapshotId(table.generation, step)
-            table = seal(table, snapshot, rank, granted=table.granted[rank])
         elif kind == "abandon":
             table = abandon(table, snapshot, rank)
         elif kind == "commit" and table.sealed():
@@ -447,10 +340,6 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
             before = {}
         for key, held in before.items():
             assert table.shards[key] == held
-        assert table.free.keys() >= set(table.granted.values())
-        for granted_rank, buffer in granted.items():
-            owners = {key[1] for key, held in table.shards.items() if held.buffer == buffer}
-            assert owners <= {granted_rank} or kind == "generation"
         buffers = [held.buffer for held in table.shards.values()] + list(table.free)
         assert len(buffers) == len(set(buffers))
         # Two ranks, two buffers each, and one more each while something is pinned or freshly

@@ -30,7 +30,7 @@ def test_a_reply_that_follows_an_event_does_not_lack_what_the_event_has_told() -
     thread = threading.Thread(target=protect)
 
     def result() -> NodeHoldings:
-        held = NodeHoldings(sealed=(), protected=tuple(protected), nbytes=0, granted={})
+        held = NodeHoldings(sealed=(), protected=tuple(protected), nbytes=0)
         thread.start()
         while thread.is_alive() and not channel._sending.locked():
             pass  # The event is sent in between if nothing keeps it.

@@ -149,8 +149,6 @@ def test_of_ranks_that_seal_at_the_same_time_one_completes_the_snapshot() -> Non
                     rank=rank,
                     index_offset=0,
                     index_nbytes=0,
-                    granted=None,
-                    mapped=(),
                 )
             )
             self._before_reply = before_reply

@@ -128,7 +128,7 @@ class WrongServer:
 @pytest.mark.parametrize(
     ("reply", "payload", "reason"),
     [
-        (Sealed(dropped=()), b"", "at 1 answered ReadPlanInput by Sealed"),
+        (Sealed(), b"", "at 1 answered ReadPlanInput by Sealed"),
         (PlanBytes(digest="x"), b"", "at 1 answered ReadPlanInput by PlanBytes"),
         (Unchanged(), b"", "at 1 sent a plan that cannot be read"),
         (PlanInputBytes(digest="x"), b"no JSON", "at 1 sent a plan that cannot be read"),
