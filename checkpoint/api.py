@@ -1,6 +1,6 @@
 """Saves and loads checkpoints without agents or snapshot servers, on one process or collectively.
 
-If there is a process group, ranks plan a save together (`checkpoint.ranks.collective_plan`), and
+The ranks of a process group plan a save together (`checkpoint.ranks.collective_plan`), and
 again only when a rank's boxes have changed. Each rank writes tensor bytes directly to storage, or
 by way of one other rank where shards are small or form no regular grid. A load reads each stored
 byte on one rank, which hands it on to the others.
@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, Self, TypeVar, overload
+
+from torch.distributed import ProcessGroup
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, LeftOut, summary
 from keepstep.checkpoint.convert.read.opening import NamedForeign, format_before
@@ -70,17 +72,15 @@ from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.ranks.agreement import (
     load_newest_intact,
     older_steps,
-    on_all_ranks,
-    on_all_ranks_gathering,
-    on_all_ranks_telling,
+    union_of_all_ranks,
 )
-from keepstep.checkpoint.ranks.collective import rank, union_of_all_ranks
 from keepstep.checkpoint.ranks.collective_plan import (
     agree_on_save,
     boxes_reader,
     merge_reports,
     report_parts,
 )
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
 from keepstep.checkpoint.ranks.shared_foreign import find_foreign_together, open_foreign_together
 from keepstep.checkpoint.ranks.shared_metadata import find_together, open_together
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
@@ -119,6 +119,7 @@ def save(
     descriptions: Descriptions = NOT_DESCRIBED,
     config: Json = None,
     compression: Compression | None = None,
+    process_group: ProcessGroup | None = None,
     block: Literal[True] = True,
 ) -> None: ...
 
@@ -133,6 +134,7 @@ def save(
     descriptions: Descriptions = NOT_DESCRIBED,
     config: Json = None,
     compression: Compression | None = None,
+    process_group: ProcessGroup | None = None,
     block: Literal[False],
 ) -> SaveHandle: ...
 
@@ -146,6 +148,7 @@ def save(
     descriptions: Descriptions = NOT_DESCRIBED,
     config: Json = None,
     compression: Compression | None = None,
+    process_group: ProcessGroup | None = None,
     block: bool = True,
 ) -> SaveHandle | None:
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
@@ -173,6 +176,9 @@ def save(
         config: the model's configuration, or whatever a reader needs to build it, as JSON.
         compression: "zstd": compress tensors of 1 MiB or more, without loss; None: nothing. The
             same on all ranks.
+        process_group: the ranks that save together, each of which makes the call; None for the
+            default group, or for one process without any. Ranks that are not in it do something
+            else meanwhile.
         block: return when the checkpoint is durable.
 
     Raises:
@@ -183,7 +189,7 @@ def save(
             (LayoutMismatch) and steps that differ raise.
     """
     if not block:
-        return PROCESS_SAVER.get().save(
+        return PROCESS_SAVER.get(process_group).save(
             url,
             state,
             step=step,
@@ -192,6 +198,7 @@ def save(
             config=config,
             compression=compression,
         )
+    group = CONTROL_GROUPS.of(process_group)
     saver = PROCESS_SAVER.current
     failure = None if saver is None else saver.finish()
     opened: list[tuple[Storage, StoredStep]] = []
@@ -201,7 +208,7 @@ def save(
         return capture(state, descriptions, config)
 
     agreed = agree_on_save(
-        prepare, failure, PROCESS_SAVER.plans, compression, step=step, generation=generation
+        prepare, failure, PROCESS_SAVER.plans, group, compression, step=step, generation=generation
     )
     ((storage, stored),) = opened
     told_failure(agreed.failures)
@@ -209,7 +216,7 @@ def save(
         saver.forget_failure()
     attempt = Attempt(stored, agreed.attempt)
     plan = agreed.plan
-    read_box = boxes_reader(agreed)
+    read_box = boxes_reader(agreed, group)
     reports = report_parts(
         lambda content: write_part(
             storage,
@@ -217,18 +224,19 @@ def save(
             plan.own.plan,
             [0],
             read_box,
-            name=rank(),
+            name=group.rank,
             content=content,
             last=PROCESS_SAVER.last_part,
         ),
         agreed.documents,
+        group,
     )
 
     def publish_parts() -> None:
         parts, documents = merge_reports(reports)
         publish(storage, attempt, parts, plan.tensors.tensors, plan.tensors.writers, documents)
 
-    on_all_ranks(lambda: publish_parts() if rank() == 0 else None)
+    group.run_on_all_ranks(lambda: publish_parts() if group.rank == 0 else None)
     return None
 
 
@@ -244,10 +252,11 @@ def load(
     descriptions: Descriptions = NOT_DESCRIBED,
     rules: str | None = None,
     config: Mapping[str, Json] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
 
-    With a process group all ranks call it. Each stored byte is then read by one rank, which hands
+    All ranks of the process group call it. Each stored byte is then read by one rank, which hands
     it on. A line of the log "keepstep" says how many bytes were read, and for how many of tensors.
 
     Where there is no checkpoint of keepstep, another tool's is read, in any format that `keepstep
@@ -283,6 +292,7 @@ def load(
             rules, or FAMILY:FROM:TO of a preset, as `llama:megatron:live`. Each rank then reads
             what it wants. They have to fit all of the checkpoint, also what is not loaded.
         config: the model's configuration, for rules; None for that of the checkpoint.
+        process_group: as for `save`; need not be the ranks that have saved.
 
     Raises:
         CheckpointMissing: there is no such checkpoint, or no such file of rules.
@@ -299,7 +309,8 @@ def load(
         rules=rules,
         config=config,
     )
-    return load_state(url, state, options, step=step, fallback=fallback).step
+    group = CONTROL_GROUPS.of(process_group)
+    return load_state(url, state, options, group, step=step, fallback=fallback).step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,6 +340,7 @@ def load_state(
     url: str,
     state: StateMapping,
     options: LoadOptions,
+    group: ControlGroup,
     *,
     step: int | None = None,
     fallback: bool = False,
@@ -336,33 +348,37 @@ def load_state(
     """Fill `state` from a checkpoint, as `load` does, and return what it was filled from."""
 
     def load_foreign(named: NamedForeign, found: Recognized | None = None) -> LoadedState:
-        of_ranks = on_all_ranks(lambda: _rank_rules(options))
+        of_ranks = group.run_on_all_ranks(lambda: _rank_rules(options))
         # Rules lead to the module's names from others.
-        orders = None if options.rules else on_all_ranks(lambda: optimizer_orders(state))
+        orders = None if options.rules else group.run_on_all_ranks(lambda: optimizer_orders(state))
         source = open_foreign_together(
-            named, found, step=step, parameter_names=orders, rank_rules=of_ranks
+            named, group, found, step=step, parameter_names=orders, rank_rules=of_ranks
         )
         return _load_by_each(
-            Opened(source, source.format_name, source.left_out), source.url, state, options
+            Opened(source, source.format_name, source.left_out),
+            source.url,
+            state,
+            options,
+            group,
         )
 
     if named := format_before(url):
         return load_foreign(named)
-    found = find_together(url, step)
+    found = find_together(url, group, step)
     if found is None:
-        if foreign := find_foreign_together(url, step):
+        if foreign := find_foreign_together(url, group, step):
             return load_foreign(NamedForeign(url, None), foreign)
         raise missing(url, step)
 
     def load_one(stored: StoredStep) -> LoadedState:
         if stored == found.stored:
-            return _load_stored(found.open, url, state, options)
-        opened = open_together(url, stored.step, stored.generation)
-        return _load_stored(lambda: opened, url, state, options)
+            return _load_stored(found.open, url, state, options, group)
+        opened = open_together(url, group, stored.step, stored.generation)
+        return _load_stored(lambda: opened, url, state, options, group)
 
-    older = (s for s in older_steps(url, found.stored) if step in (None, s.step))
+    older = (s for s in older_steps(url, found.stored, group) if step in (None, s.step))
     tried = itertools.chain([found.stored], older if fallback else ())
-    return load_newest_intact(url, tried, load_one).result
+    return load_newest_intact(url, tried, load_one, group).result
 
 
 def _load_stored(
@@ -370,15 +386,16 @@ def _load_stored(
     url: str,
     state: StateMapping,
     options: LoadOptions,
+    group: ControlGroup,
 ) -> LoadedState:
     """Fill a state from a checkpoint of keepstep's, of which each byte is read by one rank.
 
     With rules, and where weights may be dequantized, each rank reads what it wants.
     """
     if options.rules is not None or options.convert:
-        opened = on_all_ranks(open_source)
+        opened = group.run_on_all_ranks(open_source)
         if options.rules is not None or is_quantized(opened.documents):
-            return _load_by_each(Opened(opened, "keepstep"), url, state, options)
+            return _load_by_each(Opened(opened, "keepstep"), url, state, options, group)
         open_source = lambda: opened  # noqa: E731
 
     def fill_tensors(
@@ -388,21 +405,21 @@ def _load_stored(
             _fitted(live, source, requested, options)
             return _planned(live, source, requested, options)
 
-        return fill_together(plan, source)
+        return fill_together(plan, source, group)
 
-    return _fill_state(open_source, "keepstep", url, state, options, fill_tensors)
+    return _fill_state(open_source, "keepstep", url, state, options, group, fill_tensors)
 
 
 def _load_by_each(
-    opened: Opened, url: str, state: StateMapping, options: LoadOptions
+    opened: Opened, url: str, state: StateMapping, options: LoadOptions, group: ControlGroup
 ) -> LoadedState:
     """Fill a state from a checkpoint, of which each rank reads what it wants."""
-    opened, spellings = on_all_ranks_gathering(lambda: _spelled(opened, options), _spelling)
-    for number, spelling in enumerate(spellings):
+    opened, spellings = group.run_and_share(lambda: _spelled(opened, options), _spelling)
+    for number, spelling in zip(group.names, spellings, strict=True):
         if spelling != spellings[0]:
             raise RulesInvalid(
-                f"{url}: rules lead to other tensors on rank {number} than on rank 0; give all "
-                "ranks the same rules, and the same configuration"
+                f"{url}: rules lead to other tensors on rank {number} than on rank "
+                f"{group.names[0]}; give all ranks the same rules, and the same configuration"
             )
     source = opened.source
     assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)
@@ -413,12 +430,19 @@ def _load_by_each(
             fill(_planned(live, fitting, requested, options), fitting)
             return describe_dequantized(fitting) if isinstance(fitting, Dequantized) else ""
 
-        return f"from {opened.format_name}{on_all_ranks(fill_own)}"
+        return f"from {opened.format_name}{group.run_on_all_ranks(fill_own)}"
 
     loaded = _fill_state(
-        lambda: source, opened.format_name, url, state, options, fill_tensors, opened.left_out
+        lambda: source,
+        opened.format_name,
+        url,
+        state,
+        options,
+        group,
+        fill_tensors,
+        opened.left_out,
     )
-    if rank() == 0:
+    if group.rank == 0:
         for line in summary(opened.left_out):
             log.warning("%s: left out %s", url, line)
     return loaded
@@ -479,13 +503,13 @@ class _Prepared(Generic[_Opened]):
         keys = (tensor.key for tensor in self.live.tensors)
         return leaves_anything(keys, self.live.documents, self.source, self.requested)
 
-    def with_other_ranks(self, *, has_left_any: bool) -> Requested:
+    def with_other_ranks(self, group: ControlGroup, *, has_left_any: bool) -> Requested:
         """Return what this rank asks for, with what others take where any rank leaves anything."""
         if not has_left_any:
             return self.requested
         keys = (tensor.key for tensor in self.live.tensors)
         taken = taken_names(keys, self.live.documents, self.requested)
-        return replace(self.requested, elsewhere=union_of_all_ranks(taken))
+        return replace(self.requested, elsewhere=union_of_all_ranks(taken, group))
 
 
 def _fill_state(
@@ -494,6 +518,7 @@ def _fill_state(
     url: str,
     state: StateMapping,
     options: LoadOptions,
+    group: ControlGroup,
     fill_tensors: Callable[[_Opened, LiveState, Requested], RestoreTraffic | str],
     left_out: Sequence[LeftOut] = (),
 ) -> LoadedState:
@@ -505,6 +530,7 @@ def _fill_state(
         url: where it is, for the log.
         state: as for `load`.
         options: as for `load`.
+        group: the ranks.
         fill_tensors: fills live tensors, given what the state asks for; returns what rank 0 logs of
             it.
         left_out: what the checkpoint has and its source does not.
@@ -518,7 +544,7 @@ def _fill_state(
                 undo = allocate(model, optimizers, source, descriptions=options.descriptions)
                 undo_allocations.callback(undo)
             check_mutable(state, source.documents.get(VALUES, {}))
-            requested = _requested(state, source, left_out, options)
+            requested = _requested(state, source, left_out, options, group)
             live = fit_computed(capture(state, options.descriptions), source)
             return _Prepared(source, live, requested)
 
@@ -527,18 +553,18 @@ def _fill_state(
             # Only where a name may be a wrapper's do those of other ranks' models matter.
             return opened, None if opened.may_be_renamed else prepare(opened, ())
 
-        (opened, begun), leaves_any = on_all_ranks_telling(
+        (opened, begun), leaving = group.run_and_share(
             begin, lambda began: began[1] is not None and began[1].leaves_anything()
         )
         if begun is None:
-            names = _names_of_all_ranks(state)
-            prepared, leaves_any = on_all_ranks_telling(
+            names = _names_of_all_ranks(state, group)
+            prepared, leaving = group.run_and_share(
                 lambda: prepare(opened, names), _Prepared.leaves_anything
             )
         else:
             prepared = begun
         source, live = prepared.source, prepared.live
-        requested = prepared.with_other_ranks(has_left_any=leaves_any)
+        requested = prepared.with_other_ranks(group, has_left_any=any(leaving))
         told = fill_tensors(source, live, requested)
 
         def listed() -> list[str]:
@@ -555,11 +581,11 @@ def _fill_state(
             fill_values(state, source.documents.get(VALUES, {}))
             return lines
 
-        lines = on_all_ranks(fill_rest)
+        lines = group.run_on_all_ranks(fill_rest)
         # The load succeeded: the new slots stay.
         undo_allocations.pop_all()
-    differing = () if options.strict else sorted(union_of_all_ranks(lines))
-    if rank() == 0:
+    differing = () if options.strict else sorted(union_of_all_ranks(lines, group))
+    if group.rank == 0:
         rest = not_requested(source, requested)
         more = f"; not asked for: {rest}" if rest else ""
         log.info("%s: loaded step %d: %s%s", url, source.step, told, more)
@@ -569,7 +595,11 @@ def _fill_state(
 
 
 def _requested(
-    state: StateMapping, source: Source, left_out: Sequence[LeftOut], options: LoadOptions
+    state: StateMapping,
+    source: Source,
+    left_out: Sequence[LeftOut],
+    options: LoadOptions,
+    group: ControlGroup,
 ) -> Requested:
     """Return what this rank's state asks for."""
     requested = requested_by(state)
@@ -582,21 +612,21 @@ def _requested(
         left.key is not None and left.key.partition("/")[0] == OPTIMIZER for left in left_out
     )
     if options.optimizers_may_begin_anew and has_none:
-        if OPTIMIZER in requested.names and rank() == 0:
+        if OPTIMIZER in requested.names and group.rank == 0:
             log.warning("the checkpoint has no optimizer state: the optimizers begin anew")
         names = requested.names - {OPTIMIZER}
         return replace(requested, names=names, parameters=None, left_out=reasons)
     return replace(requested, left_out=reasons)
 
 
-def _names_of_all_ranks(state: StateMapping) -> set[str]:
+def _names_of_all_ranks(state: StateMapping, group: ControlGroup) -> set[str]:
     """Return the names of the models of all ranks, of which pipeline stages have their own.
 
     So all ranks take the names in a checkpoint for the same.
     """
-    own_names = on_all_ranks(
+    own_names = group.run_on_all_ranks(
         lambda: [
             name for model, _ in modules_of(state) for name in ModelParameters(model).all_names()
         ]
     )
-    return union_of_all_ranks(own_names)
+    return union_of_all_ranks(own_names, group)

@@ -2,8 +2,6 @@
 
 A writer may finish a newer checkpoint while ranks look for the latest. So one rank looks, and the
 others open what it has found.
-
-Every rank must make the same calls in the same order, as for `checkpoint.ranks.collective`.
 """
 
 from __future__ import annotations
@@ -23,24 +21,28 @@ from keepstep.checkpoint.convert.read.recognition import Format, Recognized
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
-from keepstep.checkpoint.ranks.agreement import from_rank_0, on_all_ranks_gathering
+from keepstep.checkpoint.ranks.control_group import ControlGroup
 
 
-def find_foreign_together(url: str, step: int | None = None) -> Recognized | None:
+def find_foreign_together(
+    url: str, group: ControlGroup, step: int | None = None
+) -> Recognized | None:
     """Return the checkpoint of another tool that rank 0 finds at a URL; None if it finds none.
 
     Args:
         url: where it looks.
+        group: the ranks.
         step: the step to prefer where there are directories of several; None for the latest.
 
     Raises:
         CheckpointError: rank 0 could not look; on all ranks.
     """
-    return _from_rank_0(lambda: found_foreign(url, step))
+    return _from_rank_0(lambda: found_foreign(url, step), group)
 
 
 def open_foreign_together(
     named: NamedForeign,
+    group: ControlGroup,
     found: Recognized | None = None,
     *,
     step: int | None = None,
@@ -51,6 +53,7 @@ def open_foreign_together(
 
     Args:
         named: the checkpoint.
+        group: the ranks.
         found: what `find_foreign_together` has returned for it; None for rank 0 to look now.
         step: the step that it must have; None for any.
         parameter_names: the order of optimizers' parameters, for formats that number them.
@@ -64,21 +67,21 @@ def open_foreign_together(
         CheckpointError: another rank could not open it.
     """
     url = named.url
-    chosen = found or _from_rank_0(lambda: locate_foreign(url, named.form, step))
+    chosen = found or _from_rank_0(lambda: locate_foreign(url, named.form, step), group)
     assert chosen is not None
 
     def seen(opened: ForeignCheckpoint) -> Json:
         return [opened.format_name, opened.step, len(opened.foreign_tensors)]
 
-    source, seen_by_rank = on_all_ranks_gathering(
+    source, seen_by_rank = group.run_and_share(
         lambda: open_located(url, chosen, parameter_names, rank_rules), seen
     )
-    for rank, other in enumerate(seen_by_rank):
+    for rank, other in zip(group.names, seen_by_rank, strict=True):
         if other != seen_by_rank[0]:
             raise CheckpointDamaged(
-                f"{url}: rank 0 reads {_described(seen_by_rank[0])}, and rank {rank} reads "
-                f"{_described(other)}; give a URL where all ranks read the same files, and load "
-                "when nobody writes there"
+                f"{url}: rank {group.names[0]} reads {_described(seen_by_rank[0])}, and rank "
+                f"{rank} reads {_described(other)}; give a URL where all ranks read the same "
+                "files, and load when nobody writes there"
             )
     if step is not None and source.step != step:
         raise CheckpointMissing(
@@ -94,12 +97,12 @@ def _described(seen: Json) -> str:
     return f"{format_name} of step {step} with {tensors} tensors"
 
 
-def _from_rank_0(look: Callable[[], Recognized | None]) -> Recognized | None:
+def _from_rank_0(look: Callable[[], Recognized | None], group: ControlGroup) -> Recognized | None:
     def read() -> list[bytes]:
         found = look()
         told = None if found is None else [found.format, found.directory, found.file_name]
         return [json.dumps(told).encode()]
 
-    (data,) = from_rank_0(read)
+    (data,) = group.broadcast(read)
     told = json.loads(bytes(data))
     return None if told is None else Recognized(Format(told[0]), told[1], told[2])

@@ -4,8 +4,6 @@ Rank 0 reads the manifest, what says which tensors there are, and the listings i
 hands on the bytes. A listing of a large checkpoint is read by one rank, which follows from its
 number, and handed on to those that need it. Whoever gets bytes checks them against the manifest, as
 if it had read them.
-
-Every rank must make the same calls in the same order, as for `checkpoint.ranks.collective`.
 """
 
 from __future__ import annotations
@@ -21,35 +19,30 @@ from keepstep.checkpoint.format.stored.metadata import PARALLEL_READS, StoredMet
 from keepstep.checkpoint.format.stored.object_names import INDEX, StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps, missing, newest
-from keepstep.checkpoint.ranks.agreement import (
-    exchange,
-    from_rank_0,
-    on_all_ranks,
-    on_all_ranks_telling,
-)
-from keepstep.checkpoint.ranks.collective import rank, world_size
+from keepstep.checkpoint.ranks.control_group import ControlGroup
 
 _LISTINGS_NBYTES = 2**20
 """All ranks get all listings at once if these have so many bytes at most: it saves messages."""
 
 
 def open_together(
-    url: str, step: int | None = None, generation: int | None = None
+    url: str, group: ControlGroup, step: int | None = None, generation: int | None = None
 ) -> StoredCheckpoint:
     """Open a checkpoint on all ranks.
 
     Args:
         url: as for `StoredCheckpoint.open`.
+        group: the ranks.
         step: as for `StoredCheckpoint.open`.
         generation: as for `StoredCheckpoint.open`.
 
     Raises:
         CheckpointError: as `StoredCheckpoint.open` does, the same on all ranks.
     """
-    if world_size() == 1:
+    if group.size == 1:
         return StoredCheckpoint.open(url, step, generation)
-    told = from_rank_0(lambda: _encode(_read(url, step, generation)))
-    return on_all_ranks(lambda: _of(url, _decode(told)))
+    told = group.broadcast(lambda: _encode(_read(url, step, generation)))
+    return group.run_on_all_ranks(lambda: _of(url, _decode(told), group))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +51,7 @@ class FoundCheckpoint:
 
     url: str
     stored: StoredStep
+    group: ControlGroup
     told: Sequence[memoryview] = ()
     damage: str | None = None
 
@@ -65,7 +59,7 @@ class FoundCheckpoint:
         """Return the checkpoint; all ranks must call it.
 
         They share the check of a large one, and then all raise if it fails on any. Otherwise what
-        fails on one rank belongs into `on_all_ranks`.
+        fails on one rank belongs into `run_on_all_ranks`.
 
         Raises:
             CheckpointDamaged: its metadata is not what was written.
@@ -79,16 +73,18 @@ class FoundCheckpoint:
         _, _, names = json.loads(bytes(self.told[0]))
         if INDEX not in names:
             return StoredCheckpoint.of(self.url, _decode(self.told))
-        return on_all_ranks(lambda: _of(self.url, _decode(self.told)))
+        group = self.group
+        return group.run_on_all_ranks(lambda: _of(self.url, _decode(self.told), group))
 
 
-def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
+def find_together(url: str, group: ControlGroup, step: int | None = None) -> FoundCheckpoint | None:
     """Find the newest checkpoint on rank 0, and hand on its metadata at once.
 
     So all ranks load the same one even if a new one appears now.
 
     Args:
         url: the URL that may have checkpoints.
+        group: the ranks.
         step: only checkpoints of this step; None for any.
 
     Returns:
@@ -112,24 +108,24 @@ def find_together(url: str, step: int | None = None) -> FoundCheckpoint | None:
         if stored is None:
             return []
         name = json.dumps([stored.step, stored.generation]).encode()
-        if world_size() == 1:
+        if group.size == 1:
             return [name]
         try:
             return [name, *_encode(_read(url, stored.step, stored.generation))]
         except CheckpointDamaged as error:
             return [name, str(error).encode()]
 
-    told = from_rank_0(read)
+    told = group.broadcast(read)
     if not told:
         return None
     stored, content = StoredStep(*json.loads(bytes(told[0]))), told[1:]
     if len(content) == 1:
-        return FoundCheckpoint(url, stored, damage=bytes(content[0]).decode())
-    return FoundCheckpoint(url, stored, content)
+        return FoundCheckpoint(url, stored, group, damage=bytes(content[0]).decode())
+    return FoundCheckpoint(url, stored, group, content)
 
 
-def _of(url: str, metadata: StoredMetadata) -> StoredCheckpoint:
-    return StoredCheckpoint.of(url, metadata, rank=rank(), world_size=world_size())
+def _of(url: str, metadata: StoredMetadata, group: ControlGroup) -> StoredCheckpoint:
+    return StoredCheckpoint.of(url, metadata, rank=group.rank, world_size=group.size)
 
 
 def _read(url: str, step: int | None, generation: int | None) -> StoredMetadata:
@@ -156,11 +152,12 @@ class SharedListings:
 
     Args:
         source: the checkpoint, the same one on all ranks.
+        group: the ranks.
     """
 
-    def __init__(self, source: StoredCheckpoint) -> None:
+    def __init__(self, source: StoredCheckpoint, group: ControlGroup) -> None:
         self._source = source
-        self._ranks = world_size()
+        self._group = group
         self._entries = {
             number: entry
             for entry in source.manifest.objects
@@ -179,17 +176,20 @@ class SharedListings:
             CheckpointDamaged: a listing is not what was written; on all ranks.
             CheckpointError: a rank could not read one; on all ranks.
         """
-        missing, are_any_missing = on_all_ranks_telling(
-            lambda: self._source.missing_listings(boxes()), bool
+        group = self._group
+        missing, are_missing = group.run_and_share(
+            lambda: self._source.missing_listings(boxes()), lambda own: bool(own) or None
         )
-        if not are_any_missing:
+        if not any(are_missing):
             return
-        by_reader: list[list[int]] = [[] for _ in range(self._ranks)]
+        by_reader: list[list[int]] = [[] for _ in range(group.size)]
         for number in missing:
-            by_reader[number % self._ranks].append(number)
-        asked = exchange(lambda: [json.dumps(numbers).encode() for numbers in by_reader])
-        answers = exchange(lambda: self._answers(asked))
-        on_all_ranks(lambda: self._hold(by_reader, answers))
+            by_reader[number % group.size].append(number)
+        asked = group.all_to_all(
+            lambda: {reader: json.dumps(own).encode() for reader, own in enumerate(by_reader)}
+        )
+        answers = group.all_to_all(lambda: dict(enumerate(self._answers(asked))))
+        group.run_on_all_ranks(lambda: self._hold(by_reader, answers))
 
     def _answers(self, asked: Sequence[memoryview]) -> list[bytes]:
         """Read what the ranks have asked this one for; return the bytes for each of them."""

@@ -10,7 +10,6 @@ In a round every rank offers pieces to others, accepts what it has room for, and
 accepted; what is small, as norms and biases are, is sent without. So memory is bounded whatever the
 layouts are: a batch of `_BATCH_NBYTES`, and `_MESSAGE_NBYTES` each to send and to receive, or the
 size of one piece if that is larger. A piece has `UNIT_NBYTES` at most where cells are not larger.
-With NCCL alone, the same again on the device.
 
 Every rank goes through the same rounds. A rank that fails in one goes on to take part: it says so
 in the next one, which is the last, and all ranks raise.
@@ -46,15 +45,8 @@ from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.format.stored.chunking import chunks_over
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.urls import parse_url
-from keepstep.checkpoint.live.fills import Fill, fill
-from keepstep.checkpoint.ranks.agreement import exchange, on_all_ranks
-from keepstep.checkpoint.ranks.collective import (
-    ByteExchange,
-    Bytes,
-    exchange_numbers,
-    rank,
-    world_size,
-)
+from keepstep.checkpoint.live.fills import Bytes, Fill, fill
+from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.checkpoint.ranks.shared_metadata import SharedListings
 
 _BATCH_NBYTES = 128 * 2**20
@@ -99,26 +91,27 @@ class RestoreTraffic:
         )
 
 
-def fill_together(plan: Callable[[], Sequence[Fill]], source: StoredCheckpoint) -> RestoreTraffic:
-    """Fill live tensors on all ranks from one checkpoint; all ranks must call it.
-
-    Without a process group, or with one rank, this rank reads all that it wants.
+def fill_together(
+    plan: Callable[[], Sequence[Fill]], source: StoredCheckpoint, group: ControlGroup
+) -> RestoreTraffic:
+    """Fill live tensors on all ranks from one checkpoint; one rank alone reads all that it wants.
 
     Args:
         plan: returns what this rank fills. If it raises on one rank, nothing is read on any.
         source: the checkpoint; the same one on all ranks.
+        group: the ranks.
 
     Raises:
         CheckpointDamaged: what a rank read is damaged; on all ranks.
         CheckpointError: a rank could not read, or has failed otherwise; on all ranks.
     """
-    if world_size() == 1:
+    if group.size == 1:
         read_before = source.read_nbytes
         fills = plan()
         fill(fills, source)
         wanted_nbytes = sum(item.nbytes for item in fills)
         return RestoreTraffic(source.read_nbytes - read_before, wanted_nbytes, 0)
-    return _Participant(source).take_part(plan)
+    return _Participant(source, group).take_part(plan)
 
 
 def _wants(fills: Sequence[Fill], source: StoredCheckpoint) -> Iterator[Want]:
@@ -255,10 +248,11 @@ class _Memory:
 class _Participant:
     """What one rank does: it plans, reads its units, sends pieces, and places others' pieces."""
 
-    def __init__(self, source: StoredCheckpoint) -> None:
+    def __init__(self, source: StoredCheckpoint, group: ControlGroup) -> None:
         self._source = source
+        self._group = group
         self._read_before = source.read_nbytes
-        self._rank, self._world_size = rank(), world_size()
+        self._rank, self._world_size = group.rank, group.size
         self._fills: Sequence[Fill] = ()
         self._batches: deque[list[_Read]] = deque()
         # Elements of each fill that have not arrived yet.
@@ -273,7 +267,6 @@ class _Participant:
         # Bytes of the tensors' elements that ranks want of the units that this rank plans.
         self._tensor_nbytes = 0
         self._staging, self._sending, self._receiving = _Memory(), _Memory(), _Memory()
-        self._byte_exchange = ByteExchange()
 
     def take_part(self, plan: Callable[[], Sequence[Fill]]) -> RestoreTraffic:
         """Do all that the ranks do together.
@@ -286,7 +279,7 @@ class _Participant:
         rounds = (self._take_part_in_round(number) for number in itertools.count())
         rows = next(told for told in rounds if told is not None)
         if any(row.has_failed for row in rows):
-            on_all_ranks(self._raise_error)
+            self._group.run_on_all_ranks(self._raise_error)
         # On all ranks alike: none is left waiting for one that has raised.
         is_filled = not any(row.is_lacking for row in rows)
         assert is_filled, "every wanted element has a reader, and arrives"
@@ -301,7 +294,7 @@ class _Participant:
 
         If a rank fails, all of them raise before anything of tensors is read.
         """
-        listings = None if self._source.has_listings else SharedListings(self._source)
+        listings = None if self._source.has_listings else SharedListings(self._source, self._group)
 
         def packed_boxes() -> list[tuple[str, Box]]:
             self._fills = plan()
@@ -315,8 +308,10 @@ class _Participant:
 
         if listings is not None:
             listings.get(packed_boxes)
-        wants = exchange(tell_planners)
-        told = exchange(lambda: self._tell_readers(self._groups(wants)))
+        wants = self._group.all_to_all(lambda: dict(enumerate(tell_planners())))
+        told = self._group.all_to_all(
+            lambda: dict(enumerate(self._tell_readers(self._groups(wants))))
+        )
         if listings is not None:
             listings.get(lambda: [(task.unit.key, task.unit.box) for task in _tasks(told)])
         return told
@@ -367,7 +362,6 @@ class _Participant:
         for item in self._fills:
             item.zero_rest()
         self._receiving.of_size(_UNASKED_NBYTES)
-        self._byte_exchange.reserve(received_nbytes=_UNASKED_NBYTES)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -382,7 +376,7 @@ class _Participant:
         nothing: dict[int, list[_Piece]] = {}
         offers = self._attempt(lambda: self._offer(number), nothing)
         offered_nbytes = [_message_nbytes(offers.get(p, [])) for p in range(self._world_size)]
-        told = exchange_numbers(
+        told = self._group.exchange_numbers(
             [
                 _RoundRow(
                     offered_nbytes=nbytes,
@@ -408,7 +402,7 @@ class _Participant:
                 lambda: self._accept(number, [row.offered_nbytes for row in rows]),
                 [0] * self._world_size,
             )
-            answers = exchange_numbers([[nbytes] for nbytes in received_nbytes])
+            answers = self._group.exchange_numbers([[nbytes] for nbytes in received_nbytes])
             accepted = {peer: pieces for peer, pieces in offers.items() if answers[peer][0]}
         sent_nbytes = [_message_nbytes(accepted.get(p, [])) for p in range(self._world_size)]
         sent = self._sending.of_size(sum(sent_nbytes))
@@ -417,7 +411,7 @@ class _Participant:
         if self._error is not None:
             # Messages of no pieces: whoever gets them learns of the error in the next round.
             sent.zero_()
-        self._byte_exchange.run(sent, sent_nbytes, received, received_nbytes)
+        self._group.exchange_bytes(sent, sent_nbytes, received, received_nbytes)
         self._attempt(lambda: self._unpack(received.numpy(), received_nbytes), None)
         return None
 
@@ -449,7 +443,6 @@ class _Participant:
                 total += _message_nbytes(pieces)
         # Memory that is lacking is noticed before anybody counts on the message.
         self._sending.of_size(total)
-        self._byte_exchange.reserve(sent_nbytes=total)
         return offers
 
     def _accept(self, number: int, offered_nbytes: Sequence[int]) -> list[int]:
@@ -462,7 +455,6 @@ class _Participant:
                 accepted[peer] = offered_nbytes[peer]
                 total += offered_nbytes[peer]
         self._receiving.of_size(total)
-        self._byte_exchange.reserve(received_nbytes=total)
         return accepted
 
     def _read(self, reads: Sequence[_Read]) -> None:

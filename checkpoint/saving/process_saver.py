@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import os
 
+from torch.distributed import ProcessGroup
+
 from keepstep.checkpoint.format.stored.last_part import LastPart
 from keepstep.checkpoint.ranks.collective_plan import PlanCache
 from keepstep.checkpoint.saving.saver import Saver
@@ -31,11 +33,16 @@ class ProcessSaver:
         """The Saver, if this process has one."""
         return self._saver if self._pid == os.getpid() else None
 
-    def get(self) -> Saver:
-        """Return the Saver; make it if there is none."""
+    def get(self, process_group: ProcessGroup | None) -> Saver:
+        """Return the Saver of a process group; it takes the place of that of another group."""
         saver = self.current
+        if saver is not None and saver.process_group is not process_group:
+            self.close()
+            saver = None
         if saver is None:
-            saver = self._saver = Saver(close_timeout_s=_EXIT_TIMEOUT_S)
+            saver = self._saver = Saver(
+                process_group=process_group, close_timeout_s=_EXIT_TIMEOUT_S
+            )
             self._pid = os.getpid()
             atexit.register(self.close)
         return saver

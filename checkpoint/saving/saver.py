@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -23,24 +23,26 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+from torch.distributed import ProcessGroup
 
+from keepstep import torch_internals
 from keepstep.available_memory import available_nbytes
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
-from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.format.stored.chunking import Compression
+from keepstep.checkpoint.live.fills import Bytes
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.state_mapping import StateMapping, capture
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
-from keepstep.checkpoint.ranks.agreement import on_all_ranks
-from keepstep.checkpoint.ranks.collective import default_store, rank, world_size
 from keepstep.checkpoint.ranks.collective_plan import (
     PlanCache,
     SharedPlan,
     agree_on_save,
 )
-from keepstep.checkpoint.ranks.piece_exchange import PieceExchange
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
+from keepstep.checkpoint.ranks.piece_exchange import exchange_pieces
 from keepstep.checkpoint.saving.background import (
     QUIET_PARTS,
     BackgroundSaver,
@@ -85,12 +87,21 @@ class Saver:
             handle = saver.save(url, state, step=step)
 
     Args:
+        process_group: the ranks that save together; None for the default group, or for one process
+            without any.
         peer_timeout_s: a save fails if a rank gives no sign of life for so long, or the store of
             the process group no answer.
         close_timeout_s: how long `close` waits for the save in progress.
     """
 
-    def __init__(self, *, peer_timeout_s: float = 30.0, close_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        *,
+        process_group: ProcessGroup | None = None,
+        peer_timeout_s: float = 30.0,
+        close_timeout_s: float = 600.0,
+    ) -> None:
+        self.process_group = process_group
         self._close_timeout_s = close_timeout_s
         self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / QUIET_PARTS)
         self._background = BackgroundSaver(peer_timeout_s)
@@ -99,6 +110,7 @@ class Saver:
         self._plans = PlanCache()
         self._plan: SavePlan | None = None
         self._last: SaveHandle | None = None
+        self._last_rank = 0
         self._is_closed = False
 
     @property
@@ -129,6 +141,7 @@ class Saver:
         """
         if self._is_closed:
             raise CheckpointError("this Saver is closed; make another one")
+        group = CONTROL_GROUPS.of(self.process_group)
         # The process starts while the first copy's memory is prepared.
         self._background.start()
         failure = self.finish()
@@ -142,6 +155,7 @@ class Saver:
             lambda: capture(state, descriptions, config),
             failure,
             self._plans,
+            group,
             compression,
             step=step,
             generation=generation,
@@ -156,12 +170,13 @@ class Saver:
         plan = self._plan
         if plan is None or plan.shared is not agreed.plan:
             self._plan = None
-            plan = self._plan = self._planned(tensors, agreed.plan)
+            plan = self._plan = self._planned(tensors, agreed.plan, group)
         documents = json.dumps(dict(agreed.documents)).encode()
         outcome: Future[CheckpointError | None] = Future()
         copied: Future[Copied] = Future()
         keys = [tensor.key for tensor in captured.watched.tensors]
         versions = dict(zip(keys, captured.versions, strict=True))
+        self._last_rank = group.names[group.rank]
         self._last = SaveHandle(url, step, generation, versions, previous_error, outcome)
         task = SaveTask(
             part=WritePart(
@@ -174,20 +189,23 @@ class Saver:
             copied=copied,
             plan=plan.encoded,
             documents=documents,
-            sends_documents=rank() != 0 and bool(agreed.documents),
-            rank=rank(),
-            world_size=world_size(),
-            store=default_store() if world_size() > 1 else None,
+            sends_documents=group.rank != 0 and bool(agreed.documents),
+            rank=group.rank,
+            world_size=group.size,
+            store=torch_internals.default_store() if group.size > 1 else None,
             outcome=outcome,
         )
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
         is_submitted = False
         try:
-            if not self._is_copied_soon(plan, agreed.exchange, captured):
+            pieces = exchange_pieces(plan.shared.rounds, tensors, group)
+            if not self._is_copied_soon(plan, captured):
                 # Other ranks may have copied long before, and wait for this one's signs of life.
                 is_submitted = True
                 self._background.submit(task)
-            copy_error = self._copy(plan, agreed.exchange, tensors, captured, step)
+            copy_error = self._copy(plan, pieces, tensors, captured, step)
+        except CheckpointError as error:
+            copy_error = error
         finally:
             copied.set_result(Copied(self._buffer_file, copy_error))
             if not is_submitted:
@@ -203,7 +221,7 @@ class Saver:
         last = self._last
         if last is None or last.error is None:
             return None
-        return f"step {last.step} was not stored: {as_told_by(rank(), last.error)}"
+        return f"step {last.step} was not stored: {as_told_by(self._last_rank, last.error)}"
 
     def forget_failure(self) -> None:
         """Note that all ranks have been told the last save's failure."""
@@ -227,10 +245,12 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _planned(self, tensors: Sequence[LiveTensor], shared: SharedPlan) -> SavePlan:
+    def _planned(
+        self, tensors: Sequence[LiveTensor], shared: SharedPlan, group: ControlGroup
+    ) -> SavePlan:
         """Plan this rank's part; if that fails on one rank, all raise, and plan again next time."""
         try:
-            return on_all_ranks(lambda: plan_save(rank(), tensors, shared))
+            return group.run_on_all_ranks(lambda: plan_save(group.rank, tensors, shared))
         except BaseException:
             self._plans.keep(None)
             raise
@@ -252,12 +272,12 @@ class Saver:
             return _Capture(watched=watched, versions=versions)
         return _Capture(watched=watched, versions=versions, plan=plan, copied=done)
 
-    def _is_copied_soon(self, plan: SavePlan, exchange: PieceExchange, captured: _Capture) -> bool:
+    def _is_copied_soon(self, plan: SavePlan, captured: _Capture) -> bool:
         """Wait a little for a copy that has begun by the right plan; return whether it has ended.
 
         Then the thread that tells others of this save is woken once, after the copy.
         """
-        if captured.copied is None or captured.plan is not plan or not exchange.is_done:
+        if captured.copied is None or captured.plan is not plan:
             return False
         with suppress(FutureTimeoutError):
             captured.copied.exception(self._short_copy_s)
@@ -266,21 +286,17 @@ class Saver:
     def _copy(
         self,
         plan: SavePlan,
-        exchange: PieceExchange,
+        pieces: Mapping[tuple[str, Box], Bytes],
         tensors: Sequence[LiveTensor],
         captured: _Capture,
         step: int,
     ) -> CheckpointError | None:
         """Copy what this rank writes into the shared buffer; return why the copy is not good."""
         try:
-            collected = exchange.run()
-        except CheckpointError as error:
-            return error
-        try:
             done = captured.copied
             if done is None or captured.plan is not plan:
                 done = self._begin_copy(plan, [tensors[i] for i in plan.copied])
-            for place, data in collected.items():
+            for place, data in pieces.items():
                 self._buffer.put(plan.pieces[place], data.reshape(-1).data)
             done.result()
             captured.watched.check_unchanged(captured.versions, step)

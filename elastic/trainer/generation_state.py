@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.ranks.collective import all_gather_json
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, UsageError
@@ -146,7 +146,7 @@ class GenerationState:
         # given it tensors, which no snapshot has.
         self._initial_extra.restore(state.extra)
         if self._judge is not None:
-            for told in all_gather_json(self._judge.to_json()):
+            for told in CONTROL_GROUPS.of().gather(self._judge.to_json()):
                 self._judge.learn(StepJudge.from_json(told))
             state = replace(state, extra={**state.extra, _JUDGE: self._judge})
         snapshots = self._snapshots = SnapshotManager(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from keepstep import monitor
 from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
 from keepstep.checkpoint.live.tensors import LiveTensor
-from keepstep.checkpoint.ranks.collective import all_gather_json
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from keepstep.elastic.errors import ReplicasDiverged
 from keepstep.elastic.rendezvous.records import ReplicaComparison
 from keepstep.elastic.trainer.process_groups import World
@@ -158,7 +158,7 @@ class ReplicaCheck:
         content = content_digest(sums)
         if own:
             self._measure(own, content)
-        contents = tuple(all_gather_json(content))
+        contents = tuple(CONTROL_GROUPS.of().gather(content))
         divergences = find_divergences(self._layouts, contents)
         comparison = ReplicaComparison(step, sum(map(len, groups)))
         for divergence in divergences:
@@ -188,11 +188,11 @@ class ReplicaCheck:
 
     def _begin(self, layout: str) -> None:
         """Learn once in a generation what each rank holds, and remembers."""
-        self._layouts = tuple(all_gather_json(layout))
+        self._layouts = tuple(CONTROL_GROUPS.of().gather(layout))
         if self.rolls_back:
             self._contradictions = tuple(
                 Contradiction(*found) if found else None
-                for found in all_gather_json(
+                for found in CONTROL_GROUPS.of().gather(
                     astuple(self._contradiction) if self._contradiction else None
                 )
             )
@@ -304,7 +304,7 @@ def _await_knowledge() -> None:
     is lost and ends the generation in any case.
     """
     try:
-        all_gather_json(None)
+        CONTROL_GROUPS.of().gather(None)
     except RuntimeError as broken:
         if not is_peer_failure(broken):
             raise
@@ -312,7 +312,7 @@ def _await_knowledge() -> None:
 
 def _differing(divergence: Divergence, rank: int, sums: Mapping[str, int]) -> list[str]:
     """Return the tensors that differ between the pair, the first few; called by every rank."""
-    listed = all_gather_json(sorted(sums.items()) if rank in divergence.pair else [])
+    listed = CONTROL_GROUPS.of().gather(sorted(sums.items()) if rank in divergence.pair else [])
     tensors = zip(*(listed[member] for member in divergence.pair), strict=True)
     return [key for (key, one), (_, other) in tensors if one != other][:_MAX_REPORTED]
 

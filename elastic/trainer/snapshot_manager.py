@@ -30,8 +30,12 @@ from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.copier import Snapshotter
-from keepstep.checkpoint.ranks.agreement import agreed_steps, load_newest_intact, on_all_ranks
-from keepstep.checkpoint.ranks.collective import are_so_on_any_rank, rank, union_of_all_ranks
+from keepstep.checkpoint.ranks.agreement import (
+    agreed_steps,
+    load_newest_intact,
+    union_of_all_ranks,
+)
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from keepstep.checkpoint.ranks.shared_metadata import open_together
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
@@ -128,6 +132,7 @@ class SnapshotManager:
         self._assignment = assignment
         self._checkpoint = checkpoint
         self._start_from = start_from
+        self._ranks = CONTROL_GROUPS.of()
         self.training = TrainingState(state, device, assignment.rank, data_share, is_stage=is_stage)
         self._client: SnapshotClient | None = None
         self._snapshotter: Snapshotter | None = None
@@ -189,7 +194,7 @@ class SnapshotManager:
         if not resume.stored:
             return self._restore_from_memory(resume, seed)
         try:
-            return on_all_ranks(lambda: self._restore_from_memory(resume, seed))
+            return self._ranks.run_on_all_ranks(lambda: self._restore_from_memory(resume, seed))
         except CheckpointDamaged as error:
             log.warning("%s: resuming from storage alone", error)
             return self._resume_without_memory(seed)
@@ -391,7 +396,7 @@ class SnapshotManager:
         """
         self.copies_synchronously = True
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            self._begin_copy(position, agree=_are_all)
+            self._begin_copy(position, agree=self._are_all)
             if self._snapshotter is not None:
                 self._snapshotter.wait()
 
@@ -435,7 +440,7 @@ class SnapshotManager:
         steps: Sequence[StoredStep] = ()
         resumed: Resumed | None = None
         try:
-            steps = agreed_steps(url) if url is not None else ()
+            steps = agreed_steps(url, self._ranks) if url is not None else ()
             if url is not None and any(stored.step <= newest_step for stored in steps):
                 resumed = self._restore_stored(url, steps, seed, newest_step)
         except CheckpointError as error:
@@ -443,9 +448,11 @@ class SnapshotManager:
             log.warning("%s", error)
         if url is not None and resumed is not None:
             undone = [stored for stored in steps if stored.step > resumed.position.step]
-            on_all_ranks(lambda: _remove(url, undone) if rank() == 0 else None)
+            self._ranks.run_on_all_ranks(
+                lambda: _remove(url, undone) if self._ranks.rank == 0 else None
+            )
             return resumed
-        if rank() == 0:
+        if self._ranks.rank == 0:
             log.warning(
                 "there is no checkpoint of step %d or before it to roll back to: the job goes on "
                 "from its last snapshot",
@@ -459,8 +466,11 @@ class SnapshotManager:
         if url is None:
             return self._begin(seed)
         # Only rank 0 tries, and lists the steps: all ranks resume from one of them.
-        on_all_ranks(lambda: open_storage(url).probe_writable() if rank() == 0 else None)
-        steps = agreed_steps(url)
+        ranks = self._ranks
+        ranks.run_on_all_ranks(
+            lambda: open_storage(url).probe_writable() if ranks.rank == 0 else None
+        )
+        steps = agreed_steps(url, ranks)
         return self._restore_stored(url, steps, seed) if steps else self._begin(seed)
 
     def _restore_stored(
@@ -478,26 +488,30 @@ class SnapshotManager:
             CheckpointDamaged: all of them are damaged.
         """
 
+        ranks = self._ranks
+
         def restore(stored: StoredStep) -> tuple[Position, RestoreTraffic]:
-            opened = open_together(url, stored.step, stored.generation)
+            opened = open_together(url, ranks, stored.step, stored.generation)
 
             # All ranks take the checkpoint's names for the same.
             training = self.training
-            names = union_of_all_ranks(training.parameter_names())
-            taken = union_of_all_ranks(on_all_ranks(training.taken_names))
+            names = union_of_all_ranks(training.parameter_names(), ranks)
+            taken = union_of_all_ranks(ranks.run_on_all_ranks(training.taken_names), ranks)
 
             def begin() -> tuple[StoredCheckpoint, BegunRestore]:
                 source = opened.named_for(names)
                 return source, training.begin_restore(source, taken)
 
-            source, begun = on_all_ranks(begin)
-            traffic = fill_together(lambda: begun.fills, source)
-            return on_all_ranks(lambda: self.training.finish_restore(begun, seed)), traffic
+            source, begun = ranks.run_on_all_ranks(begin)
+            traffic = fill_together(lambda: begun.fills, source, ranks)
+            return self._ranks.run_on_all_ranks(
+                lambda: self.training.finish_restore(begun, seed)
+            ), traffic
 
         wanted = [s for s in steps if newest_step is None or s.step <= newest_step]
-        loaded = load_newest_intact(url, wanted, restore)
+        loaded = load_newest_intact(url, wanted, restore, ranks)
         position, traffic = loaded.result
-        if rank() == 0:
+        if self._ranks.rank == 0:
             log.info("%s: restored step %d: %s", url, position.step, traffic)
         damaged = (f"step {stored.step} damaged" for stored in loaded.damaged)
         return Resumed(
@@ -513,14 +527,13 @@ class SnapshotManager:
         position, source = self.training.start_from(self._start_from, seed)
         return Resumed(position, source, begins=True)
 
+    def _are_all(self, holds: bool) -> bool:
+        """Return whether something holds on all ranks; a collective."""
+        return all(self._ranks.gather(holds))
+
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""
         return self._assignment.server if holder.node == self._assignment.node else holder.server
-
-
-def _are_all(holds: bool) -> bool:
-    """Return whether something holds on all ranks; a collective."""
-    return not are_so_on_any_rank([not holds])[0]
 
 
 def _remove(url: str, undone: Sequence[StoredStep]) -> None:

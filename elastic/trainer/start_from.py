@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep.checkpoint.api import LoadOptions, load_state
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.descriptions import Descriptions
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from keepstep.elastic.data.json_values import from_json_value
 from keepstep.elastic.errors import UsageError
 
@@ -107,7 +108,7 @@ def begin_from(
         config=start.config,
         optimizers_may_begin_anew=True,
     )
-    loaded = load_state(start.url, state, options)
+    loaded = load_state(start.url, state, options, CONTROL_GROUPS.of())
     if start.only is not None:
         return Begun(0, f"start_from ({loaded.format_name}, the model)")
     for number, scheduler in enumerate(schedulers):

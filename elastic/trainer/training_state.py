@@ -37,7 +37,7 @@ from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of, placed_like
-from keepstep.checkpoint.ranks.collective import world_size
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.data.position import NO_POSITION, IndexedPass, Position, StreamPosition
@@ -376,7 +376,9 @@ class TrainingState:
             documents[CONFIG] = self._config
         if rank == 0:
             documents[PROVENANCE] = provenance(
-                self.model.parameters(), world_size=world_size(), now=datetime.now(UTC)
+                self.model.parameters(),
+                world_size=CONTROL_GROUPS.of().size,
+                now=datetime.now(UTC),
             )
         return LiveState((*tensors, *_generators(rank, _generator_states())), documents)
 

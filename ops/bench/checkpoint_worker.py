@@ -38,6 +38,7 @@ from keepstep.checkpoint.format.stored import cell_codec
 from keepstep.checkpoint.format.stored.cell_codec import encode_cells, encoded_nbytes
 from keepstep.checkpoint.live.state_mapping import capture
 from keepstep.checkpoint.ranks.collective_plan import PlanCache, agree_on_save, boxes_reader
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from ops.bench.processor_time import processor_s
 
 # The first one pays for memory and processes.
@@ -335,8 +336,9 @@ def checksums_s(tensors: Mapping[str, torch.Tensor]) -> float:
     One thread encodes the chunks that the rank writes with checksums, of what memory holds and of
     the cells that are stored, and without any; then each chunk is copied at once.
     """
-    agreed = agree_on_save(lambda: capture(tensors, NOT_DESCRIBED, None), None, PlanCache())
-    read_box, own = boxes_reader(agreed), agreed.plan.own
+    group = CONTROL_GROUPS.of()
+    agreed = agree_on_save(lambda: capture(tensors, NOT_DESCRIBED, None), None, PlanCache(), group)
+    read_box, own = boxes_reader(agreed, group), agreed.plan.own
     sizes = [encoded_nbytes(own.tensors[chunk.key], chunk.box.shape) for chunk in own.chunks]
     memory = np.zeros(max(sizes, default=0), np.uint8)
 

@@ -83,7 +83,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.saving": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
             " checkpoint.ranks checkpoint.snapshot.arena"
-            " available_memory log_format notices processes transport"
+            " available_memory log_format notices processes torch_internals transport"
         ),
         "checkpoint.api": (
             "checkpoint.convert.read checkpoint.convert.write checkpoint.errors"

@@ -66,18 +66,6 @@ def wanted_by_round(own: WriterPlan) -> Pieces:
     return wanted
 
 
-def greatest_nbytes(wanted: Pieces, own: WriterPlan) -> int:
-    """Return the most that one rank gets from one other in a round."""
-    return max(
-        (
-            sum(_nbytes(box, own, chunk.key) for chunk, box in pieces)
-            for pieces_of_round in wanted
-            for pieces in pieces_of_round.values()
-        ),
-        default=0,
-    )
-
-
 def requests_of(wanted: Pieces) -> dict[int, Json]:
     """Return the messages that ask holders for pieces, as JSON, by the holder's rank."""
     requests: dict[int, Json] = defaultdict(list)

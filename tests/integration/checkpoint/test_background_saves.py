@@ -38,8 +38,8 @@ from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.live import state_copies
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
-from keepstep.checkpoint.ranks import collective_plan
 from keepstep.checkpoint.ranks.collective_plan import agree_on_save
+from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.checkpoint.saving import background as background_module
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.background import BackgroundSaver, SaveTask
@@ -293,7 +293,13 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
     monkeypatch.setattr(BackgroundSaver, "submit", submit_and_note)
     monkeypatch.setattr(saver_module, "agree_on_save", agree)
     if not is_last_plan_followed:
-        monkeypatch.setattr(collective_plan, "_prepared", lambda *_: None)
+        share = ControlGroup.run_and_share
+
+        def share_with_a_rank_that_has_no_plan(*arguments: Any) -> tuple[Any, list[Any]]:
+            own, told = share(*arguments)
+            return own, [*told, [told[0][0], None, *told[0][2:]]] if told[0] else told
+
+        monkeypatch.setattr(ControlGroup, "run_and_share", share_with_a_rank_that_has_no_plan)
     for tensor in values.values():
         tensor.fill_(2.0)
     saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))

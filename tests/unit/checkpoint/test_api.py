@@ -23,7 +23,7 @@ def test_names_of_other_stages_count_for_what_a_checkpoints_names_are(
     checkpoint.save(url, {"model": nn.ModuleDict({"module": nn.Linear(1, 1)})}, step=1)
     checkpoint.load(url, {"model": nn.Linear(1, 1)})
 
-    def of_all_ranks(names: Iterable[str]) -> set[str]:
+    def of_all_ranks(names: Iterable[str], _: object) -> set[str]:
         return {*names, "module.weight", "module.bias"}
 
     monkeypatch.setattr(api, "union_of_all_ranks", of_all_ranks)
@@ -48,9 +48,9 @@ def test_a_load_by_all_ranks_takes_few_collectives(
     assert played.run(lambda rank: checkpoint.load(url, states[rank])) == [1, 1, 1]
     assert all(torch.equal(state["a"], torch.ones(3, 2)) for state in states)
     assert [state["step"] for state in states] == [1, 1, 1]
-    # The metadata, what is to be filled, wants, readers, sizes and pieces of one round, sizes of a
-    # round that has none, the end.
-    assert len(played.collectives) == 8 * 3
+    # The metadata (4), what is to be filled (2), wants (3), readers (3), sizes and pieces of one
+    # round, sizes of a round that has none, the end.
+    assert len(played.collectives) == 16 * 3
 
 
 @pytest.mark.parametrize("leaf", ["documents.json", "manifest.json"])

@@ -1,4 +1,4 @@
-"""Threads that play ranks: torch's collectives go by memory, everything above them is real."""
+"""Threads that play ranks: collectives go by memory, everything above them is real."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.ranks import collective
+from keepstep.checkpoint.ranks.control_group import ControlGroup, ControlGroups
 from tests.adaptive_timeouts import patient
 
 # A rank that waits so long waits for ever.
 PATIENCE_S = 60.0
 
 
+class Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
 class ThreadRanks:
-    """Takes the place of `torch.distributed` for threads, each of which is a rank."""
+    """Takes the place of a process group for threads, each of which is a rank of `group`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.group = ControlGroup(self, range(count))
         self._own = threading.local()
         self._barrier = threading.Barrier(count, timeout=patient(PATIENCE_S))
         self._sent: list[Any] = [None] * count
@@ -30,7 +38,8 @@ class ThreadRanks:
         """The names of all calls of collectives, of all ranks."""
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(collective, "dist", self)
+        """Make these ranks the default group."""
+        monkeypatch.setattr(ControlGroups, "of", lambda *_: self.group)
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
         """Run a function on all ranks; return the result of each, or its error."""
@@ -48,50 +57,39 @@ class ThreadRanks:
         with ThreadPoolExecutor(self.count) as pool:
             return list(pool.map(play, range(self.count)))
 
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "gloo"
-
-    def get_rank(self) -> int:
+    def rank(self) -> int:
         return int(self._own.rank)
 
-    def get_world_size(self) -> int:
-        return self.count
-
-    def all_gather(self, gathered: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
-        self.collectives.append("all_gather")
-        for buffer, data in zip(gathered, self._gather(sent), strict=True):
+    def allgather(
+        self, gathered: Sequence[Sequence[torch.Tensor]], sent: Sequence[torch.Tensor]
+    ) -> Done:
+        self.collectives.append("allgather")
+        for buffer, data in zip(gathered[0], self._gather(sent[0]), strict=True):
             buffer.copy_(data)
+        return Done()
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.collectives.append("all_reduce")
-        tensor.copy_(torch.stack(self._gather(tensor.clone())).sum(0))
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Done:
         self.collectives.append("broadcast")
-        tensor.copy_(self._gather(tensor.clone())[src])
+        tensors[0].copy_(self._gather(tensors[0].clone())[options.rootRank])
+        return Done()
 
-    def all_to_all_single(
+    def alltoall_base(
         self,
         received: torch.Tensor,
         sent: torch.Tensor,
-        received_counts: Sequence[int] | None = None,
-        sent_counts: Sequence[int] | None = None,
-    ) -> None:
-        self.collectives.append("all_to_all_single")
-        ones = [1] * self.count
-        gathered = self._gather([part.clone() for part in sent.split(list(sent_counts or ones))])
-        parts = [parts_of_rank[self.get_rank()] for parts_of_rank in gathered]
-        assert [len(part) for part in parts] == list(received_counts or ones)
+        received_counts: Sequence[int],
+        sent_counts: Sequence[int],
+        _: Any,
+    ) -> Done:
+        self.collectives.append("alltoall_base")
+        gathered = self._gather([part.clone() for part in sent.split(list(sent_counts))])
+        parts = [parts_of_rank[self.rank()] for parts_of_rank in gathered]
+        assert [len(part) for part in parts] == list(received_counts)
         torch.cat(parts, out=received)
+        return Done()
 
     def _gather(self, message: Any) -> list[Any]:
-        self._sent[self.get_rank()] = message
+        self._sent[self.rank()] = message
         self._barrier.wait()
         gathered = list(self._sent)
         self._barrier.wait()

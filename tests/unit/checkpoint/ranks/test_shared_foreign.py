@@ -57,14 +57,14 @@ def write_file(path: Path, step: int) -> None:
 def test_what_rank_0_does_not_find_no_rank_finds(ranks: ThreadRanks, seen: list[Path]) -> None:
     write_file(seen[1] / "a.pt", 1)
     urls = [str(directory / "a.pt") for directory in seen]
-    assert ranks.run(lambda rank: find_foreign_together(urls[rank])) == [None] * RANKS
+    assert ranks.run(lambda rank: find_foreign_together(urls[rank], ranks.group)) == [None] * RANKS
 
 
 def test_what_rank_0_finds_all_find(ranks: ThreadRanks, seen: list[Path]) -> None:
     write_file(seen[0] / "a.pt", 1)
     urls = [str(directory / "a.pt") for directory in seen]
     found = Recognized(Format.TORCH_SAVE, "", "a.pt")
-    assert ranks.run(lambda rank: find_foreign_together(urls[rank])) == [found] * RANKS
+    assert ranks.run(lambda rank: find_foreign_together(urls[rank], ranks.group)) == [found] * RANKS
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -77,8 +77,8 @@ def test_all_open_the_step_that_rank_0_finds_latest(
 
     def act(rank: int) -> ForeignCheckpoint:
         named = NamedForeign(str(seen[rank]), Format.TRAINER if is_named else None)
-        found = None if is_named else find_foreign_together(named.url)
-        return open_foreign_together(named, found)
+        found = None if is_named else find_foreign_together(named.url, ranks.group)
+        return open_foreign_together(named, ranks.group, found)
 
     sources = ranks.run(act)
     assert [source.step for source in sources] == [1] * RANKS
@@ -88,7 +88,7 @@ def test_all_open_the_step_that_rank_0_finds_latest(
 def test_what_is_missing_on_rank_0_is_missing_on_all(ranks: ThreadRanks, seen: list[Path]) -> None:
     write_file(seen[1] / "a.pt", 1)
     named = [NamedForeign(str(path / "a.pt"), Format.TORCH_SAVE) for path in seen]
-    errors = ranks.run(lambda rank: open_foreign_together(named[rank]))
+    errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [CheckpointMissing] * RANKS
 
 
@@ -97,7 +97,7 @@ def test_what_rank_0_does_not_recognize_is_unsupported_on_all(
 ) -> None:
     (seen[0] / "a.pt").write_text("no checkpoint")
     named = [NamedForeign(str(path / "a.pt"), None) for path in seen]
-    errors = ranks.run(lambda rank: open_foreign_together(named[rank]))
+    errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [FormatUnsupported] * RANKS
 
 
@@ -107,7 +107,7 @@ def test_what_is_missing_on_another_rank_is_an_error_on_all(
     for path in (seen[0], seen[2]):
         write_file(path / "a.pt", 1)
     named = [NamedForeign(str(path / "a.pt"), None) for path in seen]
-    errors = ranks.run(lambda rank: open_foreign_together(named[rank]))
+    errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [RankFailed, CheckpointMissing, RankFailed]
 
 
@@ -115,7 +115,7 @@ def test_ranks_that_read_different_files_all_say_so(ranks: ThreadRanks, seen: li
     for step, path in zip((1, 1, 2), seen, strict=True):
         write_file(path / "a.pt", step)
     named = [NamedForeign(str(path / "a.pt"), None) for path in seen]
-    errors = ranks.run(lambda rank: open_foreign_together(named[rank]))
+    errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [CheckpointDamaged] * RANKS
     assert "step 1 with 1 tensors, and rank 2 reads" in str(errors[0])
 

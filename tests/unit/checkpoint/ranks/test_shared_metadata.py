@@ -71,16 +71,15 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> CountingStorage:
 def load_all(count: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Load all tensors on so many ranks; check them."""
     ranks = ThreadRanks(count)
-    ranks.patch(monkeypatch)
 
     def load(_: int) -> Any:
-        source = open_together("dict://", 1, 0)
+        source = open_together("dict://", ranks.group, 1, 0)
         fills = []
         for tensor in (*SMALL, *LARGE):
             box = Box.whole(tensor.shape)
             live = LiveTensor(tensor.key, tensor.shape, box, torch.zeros(tensor.shape))
             fills.append(Fill(live, tensor.dtype, box))
-        traffic = fill_together(lambda: fills, source)
+        traffic = fill_together(lambda: fills, source, ranks.group)
         for tensor, item in zip((*SMALL, *LARGE), fills, strict=True):
             assert item.tensor.data.numpy().tobytes() == tensor.values.tobytes()
         return traffic
@@ -112,8 +111,7 @@ def test_a_checkpoint_that_is_missing_is_so_for_all_ranks(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ThreadRanks(3)
-    ranks.patch(monkeypatch)
-    results = ranks.run(lambda _: open_together("dict://", 2, 0))
+    results = ranks.run(lambda _: open_together("dict://", ranks.group, 2, 0))
     assert [type(result) for result in results] == [CheckpointMissing] * 3
     assert {str(result) for result in results} == {
         "dict://: there is no checkpoint of step 2 (steps there: 1)"
@@ -138,14 +136,13 @@ def test_a_listing_that_nobody_needs_may_be_damaged(
     name = next(name for name in storage.objects if name.endswith("parts/000001.json"))
     storage.objects[name] = storage.objects[name][:-1] + b" "
     ranks = ThreadRanks(2)
-    ranks.patch(monkeypatch)
     tensor = SMALL[0]
     box = Box.whole(tensor.shape)
 
     def load(_: int) -> Any:
         live = LiveTensor(tensor.key, tensor.shape, box, torch.zeros(tensor.shape))
-        source = open_together("dict://", 1, 0)
-        return fill_together(lambda: [Fill(live, tensor.dtype, box)], source)
+        source = open_together("dict://", ranks.group, 1, 0)
+        return fill_together(lambda: [Fill(live, tensor.dtype, box)], source, ranks.group)
 
     assert all(isinstance(result, RestoreTraffic) for result in ranks.run(load))
 

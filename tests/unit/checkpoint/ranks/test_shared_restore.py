@@ -122,6 +122,10 @@ def saved(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> RecordingStorage:
     return storage
 
 
+def restored(ranks: ThreadRanks, fills: Sequence[Fill]) -> RestoreTraffic:
+    return fill_together(lambda: fills, StoredCheckpoint.open("dict://"), ranks.group)
+
+
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(),
@@ -138,9 +142,10 @@ def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
     layout = data.draw(layouts(stored))
     fills = fills_of(layout, is_transposed=data.draw(st.booleans()))
     ranks = ThreadRanks(len(layout))
-    ranks.patch(monkeypatch)
     results = ranks.run(
-        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
     )
     values = {tensor.key: tensor.values for tensor in stored}
     for own_fills in fills:
@@ -165,10 +170,9 @@ def test_a_read_that_fails_on_one_rank_is_raised_on_all(
     layout = data.draw(layouts(stored))
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(len(layout))
-    ranks.patch(monkeypatch)
     sources = [StoredCheckpoint.open("dict://") for _ in layout]
     storage.failing_read, storage.damages = failing_read, damages
-    results = ranks.run(lambda rank: fill_together(lambda: fills[rank], sources[rank]))
+    results = ranks.run(lambda rank: fill_together(lambda: fills[rank], sources[rank], ranks.group))
     if len(storage.reads) <= failing_read:
         assert all(isinstance(result, RestoreTraffic) for result in results)
     elif len(layout) == 1:
@@ -192,17 +196,18 @@ def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
     saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(3)
-    ranks.patch(monkeypatch)
     of_size = shared_restore._Memory.of_size
 
     def lacking(memory: Any, nbytes: int) -> torch.Tensor:
-        if ranks.get_rank() == 1 and nbytes:
+        if ranks.rank() == 1 and nbytes:
             raise MemoryError("out of memory")
         return of_size(memory, nbytes)
 
     monkeypatch.setattr(shared_restore._Memory, "of_size", lacking)
     results = ranks.run(
-        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
     )
     assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
@@ -220,17 +225,18 @@ def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
     saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(3)
-    ranks.patch(monkeypatch)
     act = getattr(shared_restore._Participant, step)
 
     def failing(*arguments: Any) -> Any:
-        if ranks.get_rank() == 1:
+        if ranks.rank() == 1:
             raise MemoryError("out of memory")
         return act(*arguments)
 
     monkeypatch.setattr(shared_restore._Participant, step, failing)
     results = ranks.run(
-        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
     )
     if step == "_accept" and unasked_nbytes:
         assert all(isinstance(result, RestoreTraffic) for result in results), "nobody asks"
@@ -245,7 +251,6 @@ def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.Monke
     saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=True)
     ranks = ThreadRanks(12)
-    ranks.patch(monkeypatch)
     sizes: list[int] = []
     of_size = shared_restore._Memory.of_size
 
@@ -255,7 +260,9 @@ def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(shared_restore._Memory, "of_size", noting)
     results = ranks.run(
-        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
     )
     nbytes = math.prod(tensor.shape)
     assert results[0].sent_nbytes == 11 * nbytes
@@ -270,7 +277,6 @@ def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPa
     layout = [[(tensor, Box((rank, 0), (64 - rank, 2)))] for rank in range(8)]
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(8)
-    ranks.patch(monkeypatch)
     staged: list[int] = []
     read = StoredCheckpoint.read
 
@@ -279,7 +285,11 @@ def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPa
         read(source, requests, past_cache=past_cache)
 
     monkeypatch.setattr(StoredCheckpoint, "read", noting)
-    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    ranks.run(
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
+    )
     assert sum(staged) <= math.prod(tensor.shape)
     check_read_once(storage)
     for (item,) in fills:
@@ -294,8 +304,11 @@ def test_small_tensors_of_one_pack_are_read_by_one_rank(monkeypatch: pytest.Monk
     storage = saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(4)
-    ranks.patch(monkeypatch)
-    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    ranks.run(
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
+    )
     packs = {name for name in storage.objects if "/packs/" in name}
     assert sorted(name for name, _, _ in storage.reads) == sorted(packs)
 
@@ -309,8 +322,11 @@ def test_a_rest_that_the_checkpoint_lacks_is_zero(monkeypatch: pytest.MonkeyPatc
         live = LiveTensor(tensor.key, (9, 4), box, torch.ones(3, 4))
         fills.append([Fill(live, "float32", box.intersect(Box.whole(tensor.shape)))])
     ranks = ThreadRanks(3)
-    ranks.patch(monkeypatch)
-    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    ranks.run(
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
+    )
     padded = np.zeros((9, 4, 4), np.uint8)
     padded[:5] = tensor.values
     got = b"".join(content(item.tensor.data) for (item,) in fills)
@@ -339,8 +355,11 @@ def test_each_tensor_that_takes_the_same_stored_box_gets_its_values(
         for _ in range(2)
     ]
     ranks = ThreadRanks(2)
-    ranks.patch(monkeypatch)
-    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    ranks.run(
+        lambda rank: fill_together(
+            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
+        )
+    )
     for item in (item for own in fills for item in own):
         assert content(item.tensor.data.to(torch.uint8)) == tensor.values.tobytes()
     check_read_once(storage)

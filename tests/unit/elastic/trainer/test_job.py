@@ -541,7 +541,7 @@ def test_roll_back_that_cannot_reach_storage_goes_on_from_memory(
     caplog: pytest.LogCaptureFixture,
     failure: type[CheckpointError],
 ) -> None:
-    def fail(_: str) -> NoReturn:
+    def fail(*_: object) -> NoReturn:
         raise failure("the storage is away")
 
     monkeypatch.setattr(snapshot_manager, "agreed_steps", fail)
@@ -564,7 +564,7 @@ def test_roll_back_stands_where_a_later_checkpoint_cannot_be_removed(
         if stored.step == 200:
             raise CheckpointError("the storage is away")
 
-    monkeypatch.setattr(snapshot_manager, "agreed_steps", lambda _: steps)
+    monkeypatch.setattr(snapshot_manager, "agreed_steps", lambda *_: steps)
     monkeypatch.setattr(snapshot_manager.housekeeping, "remove", remove)
     resumed = Resumed(Position(100, 100), "checkpoint")
     monkeypatch.setattr(SnapshotManager, "_restore_stored", lambda *_: resumed)

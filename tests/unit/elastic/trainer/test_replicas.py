@@ -19,7 +19,7 @@ from keepstep import monitor
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
 from keepstep.checkpoint.live.tensors import LiveTensor, describe
-from keepstep.elastic.trainer import replicas
+from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.elastic.trainer.process_groups import World
 from keepstep.elastic.trainer.replicas import Divergence, ReplicaCheck, find_divergences
 from keepstep.elastic.trainer.replicas import describe as describe_divergence
@@ -105,9 +105,9 @@ class TwoRanks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) -> None:
         self.told: list[Any] = []
         self._other = other
-        monkeypatch.setattr(replicas, "all_gather_json", self._all_gather)
+        monkeypatch.setattr(ControlGroup, "gather", lambda _, told: self._gather(told))
 
-    def _all_gather(self, told: Any) -> list[Any]:
+    def _gather(self, told: Any) -> list[Any]:
         self.told.append(told)
         return [told, self._other(told)]
 
@@ -161,7 +161,7 @@ def test_replicas_report_what_they_hold_to_the_monitor(monkeypatch: pytest.Monke
     reported: list[tuple[monitor.Measure, float, object]] = []
     monkeypatch.setattr(monitor, "measure", lambda *values: reported.append(values))
     # The other of two ranks tells what this one does.
-    monkeypatch.setattr(replicas, "all_gather_json", lambda told: [told, told])
+    monkeypatch.setattr(ControlGroup, "gather", lambda _, told: [told, told])
     tensors = [describe("model/w", torch.arange(4.0))]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

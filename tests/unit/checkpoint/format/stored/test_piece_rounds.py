@@ -15,7 +15,6 @@ from keepstep.checkpoint.format.stored import piece_rounds
 from keepstep.checkpoint.format.stored.piece_rounds import (
     Pieces,
     Round,
-    greatest_nbytes,
     requests_of,
     rounds_of,
     wanted_by_round,
@@ -165,11 +164,8 @@ def test_after_the_rounds_each_writer_has_all_of_its_chunks(
 def test_a_rank_receives_no_more_in_a_round_than_its_size_and_a_piece(
     held: list[list[Entry]], round_nbytes: int
 ) -> None:
-    plans, wanted, rounds = planned(held, round_nbytes)
-    for plan, pieces, own in zip(plans, wanted, rounds, strict=True):
-        assert greatest_nbytes(pieces, plan) == max(
-            (nbytes for current in own for nbytes in current.received_nbytes), default=0
-        )
+    _, wanted, rounds = planned(held, round_nbytes)
+    for pieces, own in zip(wanted, rounds, strict=True):
         for number, current in enumerate(own):
             sizes = [place.nbytes for place in current.places]
             assert sum(sizes[:-1]) < round_nbytes
