@@ -57,7 +57,7 @@ ALONE = (
     + """
 if __name__ == "__main__":
     model = nn.Linear(4, 1)
-    # Before the process group, for a reason that docs/limits.md gives.
+    # Before the process group, for a reason that docs/troubleshooting.md gives.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dist.init_process_group("gloo")
     state = {"model": model, "optimizer": optimizer}

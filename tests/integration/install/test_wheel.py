@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,15 +44,18 @@ with keepstep.join(build) as job:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel as `pip wheel` does.
-
-    Of a copy: setuptools builds inside the tree, where another process may be building as well.
-    """
-    place = tmp_path_factory.mktemp("wheel")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the tree: setuptools builds inside it, where another process may be building as well."""
     tree = tmp_path_factory.mktemp("source") / "keepstep"
     made = shutil.ignore_patterns(".*", "build", "dist", "demo-output", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, tree, symlinks=True, ignore=made)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel as `pip wheel` does."""
+    place = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, tree],
         check=True,
@@ -65,21 +68,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with the wheel, and the dependencies of this one."""
     place = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", place], check=True)
-    python = place / "bin" / "python"
-    packages = Path(
-        subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            check=True, capture_output=True, text=True,
-        ).stdout.strip()
-    )  # fmt: skip
-    # Found after the environment's own; what is installed in editable mode there is not followed.
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = new_environment(place)
     # Of the same version: pip would be content with the one in editable mode.
     subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", wheel],
         check=True, cwd=place,
     )  # fmt: skip
+    return python
+
+
+def new_environment(place: Path) -> Path:
+    """Make an environment that finds this one's dependencies; return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    python = place / "bin" / "python"
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    # Found after the environment's own; what is installed in editable mode there is not followed.
+    dependencies = "".join(f"{path}\n" for path in sys.path if path.endswith("site-packages"))
+    (Path(found.stdout.strip()) / "dependencies.pth").write_text(dependencies)
     return python
 
 
@@ -137,3 +143,20 @@ def test_packages_of_the_same_bare_names_live_beside_it(python: Path, tmp_path: 
         "print(checkpoint.OWNER, elastic.OWNER, monitor.OWNER, keepstep.checkpoint.__name__)"
     )
     assert outside(python, "-c", code, cwd=tmp_path) == "other other other keepstep.checkpoint\n"
+
+
+def test_lines_of_the_readme_install_it(tree: Path, tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("\n## Install\n")[2]
+    lines = section.split("```")[1].strip().splitlines()
+    from_checkout, *by_wheel = [line.partition("#")[0].strip() for line in lines]
+    for number, commands in enumerate(([from_checkout], by_wheel)):
+        python = new_environment(tmp_path / f"environment{number}")
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        for command in commands:
+            subprocess.run(
+                ["sh", "-ec", command], check=True, cwd=tree, env={**os.environ, "PATH": path}
+            )
+        place = outside(python, "-c", "import keepstep; print(keepstep.__file__)", cwd=tmp_path)
+        assert place.startswith(f"{tmp_path}{os.sep}environment{number}")
+        version = outside(python, "-m", "keepstep", "--version", cwd=tmp_path)
+        assert metadata.version("keepstep") in version
