@@ -24,9 +24,10 @@ from zarr.core.dtype.wrapper import ZDType
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.format.stored.cell_index import CellIndex
 from keepstep.checkpoint.format.stored.listings import decode_part
-from keepstep.checkpoint.format.stored.manifest import Manifest
+from keepstep.checkpoint.format.stored.manifest import FEATURES, Manifest
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, ROOT
-from keepstep.checkpoint.format.stored.zarr_metadata import parse_listings, parse_root
+from keepstep.checkpoint.format.stored.stored_arrays import StoredArrays
+from keepstep.checkpoint.format.stored.zarr_metadata import parse_listings
 
 _CACHE_SIZE = 4
 
@@ -65,12 +66,11 @@ class _CellIndexCache:
 
 async def _make_index(store: Store, root: str) -> _CachedIndex:
     metadata = await _get(store, f"{root}{ROOT}")
-    tensors = parse_root(metadata, f"{root}{ROOT}")
     listings = parse_listings(metadata, f"{root}{ROOT}")
     manifest = None if listings is not None else await _get(store, f"{root}{MANIFEST}")
     if manifest is not None:
         listings = Manifest.decode(manifest, f"{root}{MANIFEST}").objects
-    index = CellIndex(tensors, root)
+    index = CellIndex(StoredArrays(metadata, FEATURES, f"{root}{ROOT}"), root)
     for entry in listings or ():
         if entry.is_part:
             path = f"{root}{entry.name}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.stored.metadata import PARALLEL_READS, StoredMetadata
-from keepstep.checkpoint.format.stored.object_names import INDEX, StoredStep
+from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps, missing, newest
 from keepstep.checkpoint.ranks.control_group import ControlGroup
@@ -58,8 +58,7 @@ class FoundCheckpoint:
     def open(self) -> StoredCheckpoint:
         """Return the checkpoint; all ranks must call it.
 
-        They share the check of a large one, and then all raise if it fails on any. Otherwise what
-        fails on one rank belongs into `run_on_all_ranks`.
+        They share the check of the documents; if it fails on any rank, all raise.
 
         Raises:
             CheckpointDamaged: its metadata is not what was written.
@@ -69,10 +68,6 @@ class FoundCheckpoint:
             raise CheckpointDamaged(self.damage)
         if not self.told:
             return StoredCheckpoint.open(self.url, self.stored.step, self.stored.generation)
-        # The same on all ranks.
-        _, _, names = json.loads(bytes(self.told[0]))
-        if INDEX not in names:
-            return StoredCheckpoint.of(self.url, _decode(self.told))
         group = self.group
         return group.run_on_all_ranks(lambda: _of(self.url, _decode(self.told), group))
 

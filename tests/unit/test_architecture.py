@@ -193,6 +193,7 @@ PURE = (
     "checkpoint.format.stored.object_names",
     "checkpoint.format.stored.piece_rounds",
     "checkpoint.format.stored.shared_plan",
+    "checkpoint.format.stored.stored_arrays",
     "checkpoint.format.stored.stored_json",
     "checkpoint.format.stored.strict_json",
     "checkpoint.format.stored.transfer_sizes",

@@ -34,7 +34,6 @@ from keepstep.checkpoint.format.stored.chunking import StoredTensor
 from keepstep.checkpoint.format.stored.listings import DataObject, encode_part
 from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.format.stored.object_names import (
-    INDEX,
     MANIFEST,
     NEWEST,
     PROBE_PREFIX,
@@ -351,7 +350,7 @@ def copy(
     if target.exists(committed):
         existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
         copied = manifest_of(attempt, parts, others, required)
-        if _content_of(existing) == _content_of(copied):
+        if existing.objects == copied.objects:
             stored = source.stored
             StoredCheckpoint.open(url, stored.step, stored.generation).verify(report)
             return stored
@@ -379,11 +378,6 @@ def copy(
     target.flush([f"{attempt.directory}/{name}" for name in (*names, *documents)])
     commit(target, attempt, parts, others, required)
     return source.stored
-
-
-def _content_of(manifest: Manifest) -> list[StoredObject]:
-    """Return the objects that say what a checkpoint has: without the index, which not all have."""
-    return [entry for entry in manifest.objects if entry.name != INDEX]
 
 
 def _chunk_parts(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Json
-from keepstep.checkpoint.format.stored.key_index import BlockedJson
 from keepstep.checkpoint.format.stored.object_names import PACKS, is_object_name
 from keepstep.checkpoint.format.stored.stored_json import decode, encode, is_count
 
@@ -56,11 +55,6 @@ class Pack:
 
 
 DataObject = ChunkObject | Pack
-
-
-def keys_of(item: DataObject) -> list[str]:
-    """Return the keys of the tensors of which an object has chunks."""
-    return [chunk.key for chunk in item.chunks] if isinstance(item, Pack) else [item.key]
 
 
 def encode_numbers(numbers: Sequence[int]) -> bytes:
@@ -156,24 +150,19 @@ def _parse_numbers(content: Json) -> bytes:
     return numbers
 
 
-def encode_chunk_parts(
-    parts: Mapping[str, Sequence[int]], blocks: Sequence[Sequence[str]]
-) -> BlockedJson:
+def encode_chunk_parts(parts: Mapping[str, Sequence[int]]) -> bytes:
     """Return the document that tells which part lists each chunk.
 
     Args:
         parts: for each tensor, the number of the part of each of its chunks, in C order.
-        blocks: the tensors' keys in ascending order, in blocks.
     """
-    members = [
+    return encode(
         {
             key: numbers[0] if len(set(numbers)) == 1 else _as_text(encode_numbers(numbers))
-            for key in keys
-            if (numbers := parts.get(key))
+            for key, numbers in sorted(parts.items())
+            if numbers
         }
-        for keys in blocks
-    ]
-    return BlockedJson.of(b"{", members, b"}")
+    )
 
 
 def decode_chunk_parts(data: bytes, where: str) -> dict[str, int | tuple[int, ...]]:

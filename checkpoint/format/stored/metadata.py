@@ -13,7 +13,6 @@ from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.format.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
-    INDEX,
     MANIFEST,
     ROOT,
     StoredStep,
@@ -22,7 +21,7 @@ from keepstep.checkpoint.format.stored.steps import choose, missing
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 
 PARALLEL_READS = 8
-"""How many of the objects that tell of tensors, or parts of them, are read at a time."""
+"""How many objects of metadata are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ class StoredMetadata:
             url: as for `StoredCheckpoint.open`.
             step: as for `StoredCheckpoint.open`.
             generation: as for `StoredCheckpoint.open`.
-            for_all_ranks: read also, where the checkpoint has it, what tells of arrays and chunks
-                that only some ranks need.
+            for_all_ranks: read also what tells which listing has a chunk.
             listings_nbytes: read the listings as well if they have so many bytes at most, in all.
                 One that cannot be read is left out: maybe nobody needs it.
 
@@ -72,13 +70,9 @@ class StoredMetadata:
         except CheckpointMissing:
             raise missing(url, step) from None
         manifest = decode_manifest(url, chosen, content)
-        names = [DOCUMENTS, ROOT if manifest.find(INDEX) is None else INDEX]
-        if for_all_ranks:
-            names += [
-                name
-                for name in (ROOT, CHUNKS)
-                if name not in names and manifest.find(name) is not None
-            ]
+        names = [DOCUMENTS, ROOT]
+        if for_all_ranks and manifest.find(CHUNKS) is not None:
+            names.append(CHUNKS)
         listings = [entry for entry in manifest.objects if entry.is_part]
         if sum(entry.nbytes for entry in listings) > listings_nbytes:
             listings = []

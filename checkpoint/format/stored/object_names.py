@@ -11,7 +11,6 @@ from keepstep.checkpoint.format.layout.boxes import Json
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
 CHUNKS = "chunks.json"
-INDEX = "index.json"
 ROOT = "zarr.json"
 REMOVED = "removed.json"
 NEWEST = "newest.json"

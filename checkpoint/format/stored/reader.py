@@ -15,8 +15,7 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, Lay
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.described import check_described
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.format.layout.names import MODEL_PREFIX
-from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec, slot_keys, slots_in
+from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.format.layout.wrapper_names import StoredNames, may_have_wrappers
 from keepstep.checkpoint.format.stored.cell_index import CellIndex, Span
 from keepstep.checkpoint.format.stored.cell_reads import (
@@ -32,13 +31,10 @@ from keepstep.checkpoint.format.stored.chunking import (
     cells_over,
     chunks_over,
 )
-from keepstep.checkpoint.format.stored.indexed_tensors import IndexedTensors, Specs
-from keepstep.checkpoint.format.stored.key_index import KeyIndex
 from keepstep.checkpoint.format.stored.listings import (
     DataObject,
     decode_chunk_parts,
     decode_part,
-    keys_of,
 )
 from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.format.stored.metadata import (
@@ -50,15 +46,14 @@ from keepstep.checkpoint.format.stored.metadata import (
 from keepstep.checkpoint.format.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
-    INDEX,
     ROOT,
     StoredStep,
 )
 from keepstep.checkpoint.format.stored.part_listings import PartListings
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
-from keepstep.checkpoint.format.stored.stored_json import decode, encode
+from keepstep.checkpoint.format.stored.stored_arrays import Specs, StoredArrays
+from keepstep.checkpoint.format.stored.stored_json import decode
 from keepstep.checkpoint.format.stored.strict_json import from_strict_json
-from keepstep.checkpoint.format.stored.zarr_metadata import check_required, parse_root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +69,6 @@ class StoredCheckpoint:
     """Whether all listings came with the metadata, as on all ranks that have the same."""
     _read_record: ReadRecord = field(default_factory=ReadRecord, compare=False, repr=False)
     _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    _indexed: IndexedTensors | None = field(default=None, compare=False, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -113,14 +107,7 @@ class StoredCheckpoint:
         """
         manifest = decode_manifest(url, metadata.stored, metadata.manifest)
         where, storage = f"{url}/{manifest.directory}", open_storage(url)
-        indexed = None
-        tensors: Mapping[str, StoredTensor]
-        if INDEX in metadata.objects:
-            index = KeyIndex.decode(metadata.objects[INDEX], f"{where}/{INDEX}")
-            tensors = indexed = IndexedTensors(index, storage, manifest, metadata.objects)
-        else:
-            tensors = parse_root(metadata.objects[ROOT], f"{where}/{ROOT}")
-            check_required(tensors, manifest.required, f"{where}/{ROOT}")
+        tensors = StoredArrays(metadata.objects[ROOT], manifest.required, f"{where}/{ROOT}")
         documents = decode(metadata.objects[DOCUMENTS], f"{where}/{DOCUMENTS}")
         try:
             if manifest.attempt is not None:
@@ -140,11 +127,10 @@ class StoredCheckpoint:
             stored_tensors=tensors,
             documents=documents,
             has_listings=metadata.objects.keys() >= set(manifest.part_names().values()),
-            _indexed=indexed,
             _held={
                 name: data
                 for name, data in metadata.objects.items()
-                if name not in (ROOT, INDEX, DOCUMENTS) and (indexed is None or name != CHUNKS)
+                if name not in (ROOT, DOCUMENTS)
             },
         )
 
@@ -185,11 +171,6 @@ class StoredCheckpoint:
 
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """See `Source.slots`."""
-        if self._indexed is not None:
-            # Who restores the slots of parameters wants the parameters, too.
-            slots = (key for key, *_ in slot_keys(self.tensors, parameters))
-            own = (f"{MODEL_PREFIX}{name}" for name in parameters)
-            self._indexed.load(map(self._stored_key, itertools.chain(slots, own)))
         return slots_in(self.tensors, parameters)
 
     def known_keys(self) -> Collection[str]:
@@ -224,13 +205,11 @@ class StoredCheckpoint:
             CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
         """
         stored = [(self._stored_key(key), box) for key, box in boxes]
-        self._load_chunk_parts(stored)
         return self._listings.index_for(stored)
 
     def missing_listings(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
         """Return the numbers of the listings that `locate` would read. Raises as it does."""
         stored = [(self._stored_key(key), box) for key, box in boxes]
-        self._load_chunk_parts(stored)
         missing = self._listings.missing_for(stored)
         names = self.manifest.part_names()
         return [number for number in missing if names[number] not in self._held]
@@ -261,8 +240,6 @@ class StoredCheckpoint:
 
     def _chunk_parts(self) -> Callable[[str], int | tuple[int, ...] | None] | None:
         """Return what finds the numbers of the listings that have a tensor's chunks."""
-        if self._indexed is not None:
-            return self._indexed.chunk_parts
         if self.manifest.find(CHUNKS) is not None:
             return decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS)).get
         return None
@@ -276,18 +253,8 @@ class StoredCheckpoint:
     def _stored_key(self, key: str) -> str:
         return self._stored_keys.get(key, key)
 
-    def _load_chunk_parts(self, boxes: Sequence[tuple[str, Box]]) -> None:
-        if self._indexed is not None:
-            keys = [key for key, _ in boxes]
-            self._indexed.load(keys)
-            self._indexed.load_chunk_parts(keys)
-
     def _read_part(self, name: str) -> tuple[DataObject, ...]:
-        objects = decode_part(self._take(name), self._location(name))
-        if self._indexed is not None:
-            # So that nothing is to be read while the objects are added to the index of cells.
-            self._indexed.load(key for item in objects for key in keys_of(item))
-        return objects
+        return decode_part(self._take(name), self._location(name))
 
     def _take(self, name: str) -> bytes:
         """Return an object that is parsed once: as another rank has read it, or from storage."""
@@ -366,33 +333,11 @@ class StoredCheckpoint:
         for entry in self.manifest.objects:
             if not entry.is_part:
                 self.verified(entry.name)
-        root = self.verified(ROOT)
-        if self._indexed is not None:
-            self._check_index(root)
-        nodes = decode(root, self._location(ROOT))["consolidated_metadata"]["metadata"]
-        for key, tensor in self.stored_tensors.items():
+        arrays = StoredArrays(self.verified(ROOT), self.manifest.required, self._location(ROOT))
+        for key, tensor in arrays.items():
             name = f"{key}/{ROOT}"
-            if not tensor.is_packed and self._read_object(name) != encode(nodes[key]):
+            if not tensor.is_packed and self._read_object(name) != arrays.encoded(key):
                 raise CheckpointDamaged(f"{self._location(name)} was changed; load an older step")
-
-    def _check_index(self, root: bytes) -> None:
-        """Check that the index tells of what the objects that it is about have, and of all of it.
-
-        Raises:
-            CheckpointDamaged: it does not.
-        """
-        contents = {name: self.verified(name) for name in (INDEX, CHUNKS)}
-        index = KeyIndex.decode(contents[INDEX], self._location(INDEX))
-        indexed = IndexedTensors(index, self.storage, self.manifest, {ROOT: root, **contents})
-        numbers = decode_chunk_parts(contents[CHUNKS], self._location(CHUNKS))
-        tensors = parse_root(root, self._location(ROOT))
-        if indexed != tensors or any(
-            indexed.chunk_parts(key) != numbers.get(key) for key in tensors
-        ):
-            raise CheckpointDamaged(
-                f"{self._location(INDEX)} tells of other arrays than {ROOT} and {CHUNKS} have; "
-                "load an older step"
-            )
 
     def verified(self, name: str) -> bytes:
         """Return the content of an object that the manifest lists, checked against its entry.

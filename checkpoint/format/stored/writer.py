@@ -36,7 +36,6 @@ from keepstep.checkpoint.format.stored.chunking import (
     StoredTensor,
     cells_over,
 )
-from keepstep.checkpoint.format.stored.key_index import INDEXED_NBYTES, KeyIndex, blocks_of
 from keepstep.checkpoint.format.stored.last_part import EqualObjects, LastPart, Paths, WrittenPart
 from keepstep.checkpoint.format.stored.listings import (
     ChunkObject,
@@ -52,7 +51,6 @@ from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.format.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
-    INDEX,
     MANIFEST,
     MODEL,
     NEWEST,
@@ -263,15 +261,10 @@ def contents(
         chunk_parts: as for `publish`.
         documents: the documents, encoded.
     """
-    blocks = blocks_of(sorted(tensors), lambda key: len(chunk_parts.get(key, ())))
-    chunks = encode_chunk_parts(chunk_parts, blocks)
-    entry = StoredObject(CHUNKS, len(chunks.data), crc32c.crc32c(chunks.data))
-    root = root_metadata(stored, [*parts, entry], tensors, blocks)
-    objects = {ROOT: root.data, CHUNKS: chunks.data, DOCUMENTS: documents}
-    # Earlier releases had no such object, so tensors may have its name.
-    is_taken = any(key.partition("/")[0] == INDEX for key in tensors)
-    if len(root.data) >= INDEXED_NBYTES and not is_taken:
-        objects[INDEX] = KeyIndex.of(blocks, root.ranges, chunks.ranges).encode()
+    chunks = encode_chunk_parts(chunk_parts)
+    entry = StoredObject(CHUNKS, len(chunks), crc32c.crc32c(chunks))
+    root = root_metadata(stored, [*parts, entry], tensors)
+    objects = {ROOT: root, CHUNKS: chunks, DOCUMENTS: documents}
     # Readers that do not know the packed codec cannot use the root's metadata, and some open groups
     # only. Other groups may be as many as parameters.
     if any(key.startswith(f"{MODEL}/") and not tensors[key].is_packed for key in tensors):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import crc32c
@@ -15,10 +15,8 @@ import crc32c
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.dtypes import is_in_zarr, numpy_dtype, zarr_data_type
-from keepstep.checkpoint.format.layout.names import check_keys
 from keepstep.checkpoint.format.stored.cell_codec import BLOSC_LEVEL
 from keepstep.checkpoint.format.stored.chunking import COMPRESSED_CELL_NBYTES, StoredTensor
-from keepstep.checkpoint.format.stored.key_index import BlockedJson
 from keepstep.checkpoint.format.stored.manifest import (
     COMPRESSED_CELLS,
     VERSION,
@@ -134,11 +132,8 @@ def root_metadata(
     stored: StoredStep,
     listings: Sequence[StoredObject],
     tensors: Mapping[str, StoredTensor],
-    blocks: Sequence[Sequence[str]],
-) -> BlockedJson:
+) -> bytes:
     """Return the root group's metadata with that of all nodes below it: opening takes one read.
-
-    A group comes in the block of the first array in it.
 
     Args:
         stored: the checkpoint.
@@ -146,20 +141,15 @@ def root_metadata(
             readers by way of Zarr open the attempt's directory, and do not see the manifest, which
             lies above it.
         tensors: all arrays by key.
-        blocks: their keys in ascending order, in blocks.
     """
-    groups: set[str] = set()
-    nodes: list[dict[str, Json]] = []
-    for keys in blocks:
-        nodes.append({})
-        for key in keys:
-            names = key.split("/")
-            for depth in range(1, len(names)):
-                group = "/".join(names[:depth])
-                if group not in groups:
-                    groups.add(group)
-                    nodes[-1][group] = group_metadata(group)
-            nodes[-1][key] = array_metadata(key, tensors[key])
+    nodes: dict[str, Json] = {}
+    for key in sorted(tensors):
+        names = key.split("/")
+        for depth in range(1, len(names)):
+            group = "/".join(names[:depth])
+            if group not in nodes:
+                nodes[group] = group_metadata(group)
+        nodes[key] = array_metadata(key, tensors[key])
     root = {
         "zarr_format": 3,
         "node_type": "group",
@@ -176,11 +166,9 @@ def root_metadata(
             "documents.json: what is no tensor. Complete if and only if the manifest.json in the "
             "directory above names this directory.",
         },
-        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": {}},
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
     }
-    encoded = encode(root)
-    inside = len(encoded) - len("}}}")
-    return BlockedJson.of(encoded[:inside], nodes, encoded[inside:])
+    return encode(root)
 
 
 def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
@@ -215,24 +203,6 @@ def group_metadata(path: str) -> Json:
     return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
 
 
-def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
-    """Return the tensors that the root metadata describes, each checked.
-
-    Raises:
-        CheckpointDamaged: an array does not conform to this format.
-    """
-    content = decode(data, where)
-    try:
-        nodes = content["consolidated_metadata"]["metadata"]
-        arrays = {key: node for key, node in nodes.items() if node["node_type"] == "array"}
-        check_keys(arrays)
-        return {key: _parse_array(key, node) for key, node in arrays.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(
-            f"{where} is not a checkpoint's root metadata: {error}; load an older step"
-        ) from error
-
-
 def parse_array(key: str, node: Json, where: str) -> StoredTensor:
     """Return the tensor that an array's metadata describes, checked.
 
@@ -245,28 +215,11 @@ def parse_array(key: str, node: Json, where: str) -> StoredTensor:
         CheckpointDamaged: the array does not conform to this format.
     """
     try:
-        if node["node_type"] != "array":
-            raise ValueError(f"{key}: node type {node['node_type']!r:.200}")
         return _parse_array(key, node)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(
             f"{where} does not describe {key}: {error!r}; load an older step"
         ) from error
-
-
-def check_required(
-    tensors: Mapping[str, StoredTensor], required: Collection[str], where: str
-) -> None:
-    """Check that a manifest requires the features that tensors need.
-
-    Raises:
-        CheckpointDamaged: it does not.
-    """
-    if unnamed := set(required_features(tensors)) - set(required):
-        raise CheckpointDamaged(
-            f"{where} needs {', '.join(sorted(unnamed))}, which the manifest does not require; "
-            "load an older step"
-        )
 
 
 def _parse_array(key: str, node: Any) -> StoredTensor:

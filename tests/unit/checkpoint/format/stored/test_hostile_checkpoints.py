@@ -32,7 +32,7 @@ from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.writer import publish, write_part
-from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata, parse_root
+from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata, parse_array
 from tests.adaptive_timeouts import patient
 
 ATTEMPT = Attempt(StoredStep(1, 0), "a")
@@ -86,9 +86,7 @@ def array(key: str, **changes: Any) -> Change:
 
     def change(content: Any) -> Any:
         nodes = content["consolidated_metadata"]["metadata"]
-        (tensor,) = parse_root(
-            encode({"consolidated_metadata": {"metadata": {key: nodes[key]}}}), ""
-        ).values()
+        tensor = parse_array(key, nodes[key], "")
         fields = {name: getattr(tensor, name) for name in ("dtype", "shape", "chunk", "cell")}
         made = type(tensor)(**{**fields, "is_packed": tensor.is_packed, **changes})
         nodes[key] = array_metadata(key, made)
