@@ -24,8 +24,8 @@ from zarr.core.dtype.wrapper import ZDType
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.format.stored.cell_index import CellIndex
 from keepstep.checkpoint.format.stored.listings import decode_part
-from keepstep.checkpoint.format.stored.manifest import FEATURES, Manifest
-from keepstep.checkpoint.format.stored.object_names import MANIFEST, ROOT
+from keepstep.checkpoint.format.stored.manifest import FEATURES
+from keepstep.checkpoint.format.stored.object_names import ROOT
 from keepstep.checkpoint.format.stored.stored_arrays import StoredArrays
 from keepstep.checkpoint.format.stored.zarr_metadata import parse_listings
 
@@ -34,15 +34,10 @@ _CACHE_SIZE = 4
 
 @dataclass(frozen=True)
 class _CachedIndex:
-    """The cell index of the checkpoint below `root` of a store.
-
-    `manifest` is what the index was made from in format 1, whose directories may be written again;
-    None for the directory of an attempt, whose objects never change.
-    """
+    """The cell index of the checkpoint below `root` of a store, whose objects never change."""
 
     store: Store
     root: str
-    manifest: bytes | None
     index: CellIndex
 
 
@@ -56,9 +51,7 @@ class _CellIndexCache:
         """Return the cell index of the checkpoint below `root`."""
         for entry in self._entries:
             if entry.root == root and entry.store == store:
-                if entry.manifest in (None, await _get_if_present(store, f"{root}{MANIFEST}")):
-                    return entry.index
-                break
+                return entry.index
         made = await _make_index(store, root)
         self._entries.append(made)
         return made.index
@@ -67,18 +60,15 @@ class _CellIndexCache:
 async def _make_index(store: Store, root: str) -> _CachedIndex:
     metadata = await _get(store, f"{root}{ROOT}")
     listings = parse_listings(metadata, f"{root}{ROOT}")
-    manifest = None if listings is not None else await _get(store, f"{root}{MANIFEST}")
-    if manifest is not None:
-        listings = Manifest.decode(manifest, f"{root}{MANIFEST}").objects
     index = CellIndex(StoredArrays(metadata, FEATURES, f"{root}{ROOT}"), root)
-    for entry in listings or ():
+    for entry in listings:
         if entry.is_part:
             path = f"{root}{entry.name}"
             data = await _get(store, path)
             if (len(data), crc32c.crc32c(data)) != (entry.nbytes, entry.crc32c):
                 raise CheckpointDamaged(f"{path} was changed; load an older step")
             index.add(decode_part(data, path))
-    return _CachedIndex(store, root, manifest, index)
+    return _CachedIndex(store, root, index)
 
 
 # Codecs cannot hold it: zarr makes one for each array, and makes them again.

@@ -13,7 +13,7 @@ from keepstep.elastic.data.datasets import Dataset, Source, Stream, is_stream
 from keepstep.elastic.data.micro_batches import divide
 from keepstep.elastic.data.order import DataOrder, pass_key
 from keepstep.elastic.data.partition_batches import PartitionBatches
-from keepstep.elastic.data.position import IndexedPass, Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import IndexedPass, Position, StreamPosition
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 
@@ -145,7 +145,7 @@ class DataPass(Generic[T]):
             indexed_pass=self._indexed if is_own else position.indexed_pass,
         )
 
-    def stream_position(self, position: Position) -> StreamPosition | WholePosition | None:
+    def stream_position(self, position: Position) -> StreamPosition | None:
         """Return where a stream is at a position; None for a dataset with an index."""
         if isinstance(self._batches, PartitionBatches):
             reached = self._batches.position(position.batch)

@@ -28,9 +28,8 @@ from keepstep.elastic.data.loader_workers import with_prepared_workers
 from keepstep.elastic.data.micro_batches import Division
 from keepstep.elastic.data.order import loss_scale, mix, share
 from keepstep.elastic.data.partitions import Partition, Partitioning
-from keepstep.elastic.data.position import StreamPosition, WholePosition
+from keepstep.elastic.data.position import StreamPosition
 from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
-from keepstep.elastic.data.split_stream import SplitStream
 from keepstep.elastic.errors import UsageError
 from keepstep.torch_internals import pin_memory
 
@@ -99,12 +98,12 @@ class PartitionBatches(Generic[T]):
             name: value for name, value in loader_options.items() if name != "pin_memory"
         }
         self._pins = bool(loader_options.get("pin_memory")) and torch.accelerator.is_available()
-        self._position: StreamPosition | WholePosition | None = None
+        self._position: StreamPosition | None = None
         # What was read last, until its position is asked for: a loader's state may cost much.
         self._last: tuple[int, list[States | Callable[[], States]]] | None = None
         self._has_warned = False
 
-    def position(self, batch: int) -> StreamPosition | WholePosition | None:
+    def position(self, batch: int) -> StreamPosition | None:
         """Return where the source is after `batch` batches of the job; None if it is elsewhere."""
         if self._last is not None and self._last[0] == batch:
             with kept_generators():
@@ -123,7 +122,7 @@ class PartitionBatches(Generic[T]):
             begin=self._begin, batch=batch, partitioning=self._partitioning, states=states
         )
 
-    def resume(self, stored: StreamPosition | WholePosition | None) -> None:
+    def resume(self, stored: StreamPosition | None) -> None:
         """Have `position` tell of a position that was restored, until a batch is read."""
         self._position, self._last = stored, None
 
@@ -138,7 +137,7 @@ class PartitionBatches(Generic[T]):
         rank: int,
         world_size: int,
         divisions: tuple[Division, ...] | None = None,
-        stored: StreamPosition | WholePosition | None = None,
+        stored: StreamPosition | None = None,
     ) -> Iterator[Any]:
         """Return an iterator over the rank's shares of global batches `first` to `end - 1`.
 
@@ -174,12 +173,8 @@ class PartitionBatches(Generic[T]):
         )  # fmt: skip
         return self._batches(shares)
 
-    def _resumed(
-        self, first: int, stored: StreamPosition | WholePosition | None
-    ) -> tuple[int, Mapping[int, Json]]:
+    def _resumed(self, first: int, stored: StreamPosition | None) -> tuple[int, Mapping[int, Json]]:
         """Return the batch of the pass that reading begins at, and the states there."""
-        if isinstance(stored, WholePosition):
-            return self._resumed_whole(stored)
         if stored is None or stored.begin != self._begin or stored.batch - self._begin > first:
             return 0, {}
         if stored.partitioning != self._partitioning:
@@ -190,19 +185,6 @@ class PartitionBatches(Generic[T]):
                 "so its position means other samples; give the same sources and global_batch"
             )
         return stored.batch - self._begin, stored.states
-
-    def _resumed_whole(self, stored: WholePosition) -> tuple[int, Mapping[int, Json]]:
-        if stored.batch <= self._begin:
-            return 0, {}
-        if not isinstance(self._source, SplitStream) or self._partitioning.count > 1:
-            raise UsageError(
-                "the checkpoint is that of an earlier version of keepstep, which read streams as a "
-                f"whole; its position means other samples of a {type(self._source).__name__} in "
-                f"{self._partitioning.count} partitions: give the same iterable as then, or begin "
-                "a new job with keepstep.join(start_from=...)"
-            )
-        state = stored.state(self._begin, self._partitioning.global_batch)
-        return stored.batch - self._begin, {0: state}
 
     def _batches(self, shares: RankShares[T]) -> Iterator[Any]:
         workers = min(self._workers, len(shares.partitions))

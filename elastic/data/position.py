@@ -11,7 +11,7 @@ from keepstep.elastic.data.partitions import Partitioning
 from keepstep.elastic.errors import UsageError
 
 NO_POSITION: Json = {}
-"""What is stored where no stream is read; earlier versions stored None then."""
+"""What is stored where no stream is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,7 @@ class StreamPosition:
         documents: Mapping[str, Json],
         data_rank: int,
         data_size: int,
-        batch: int,
-    ) -> Self | WholePosition | None:
+    ) -> Self | None:
         """Return the position of what a rank reads; None if there is none that it could read.
 
         Args:
@@ -59,12 +58,9 @@ class StreamPosition:
             documents: what `documents` returned on all ranks, of any number.
             data_rank: data-parallel rank, now.
             data_size: number of data-parallel ranks, now.
-            batch: number of global batches consumed.
         """
         if document == NO_POSITION:
             return None
-        if document is None or "read" in document:
-            return WholePosition(batch=batch, stored=document) if batch else None
         partitioning = Partitioning(document["global_batch"], document["partitions"])
         if data_size > partitioning.global_batch:
             # `from_position` refuses to read it; other data may come next.
@@ -78,48 +74,6 @@ class StreamPosition:
                 for number in partitioning.of_rank(data_rank, data_size)
             },
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholePosition:
-    """Where a version was that did not divide streams, or had none: it stored None for both.
-
-    Attributes:
-        batch: number of global batches consumed, of earlier passes too.
-        stored: the number of batches read in the pass, the epoch and the stream's own state; None
-            for datasets without a state.
-    """
-
-    batch: int
-    stored: Json
-
-    def document(self) -> Json:
-        """Return the same form: what it means is known only to who reads the stream."""
-        return self.stored
-
-    def documents(self) -> dict[str, Json]:
-        """Return nothing: it was not divided."""
-        return {}
-
-    def state(self, begin: int, global_batch: int) -> Json:
-        """Return the position as the state of a `SplitStream`'s only part.
-
-        Args:
-            begin: the first global batch of the pass.
-            global_batch: samples per step.
-        """
-        stored = self.stored
-        if stored is None or self.batch - stored["read"] != begin:
-            stored = {"epoch": 0, "state": None}
-        read = (self.batch - begin) * global_batch
-        return {
-            "epoch": stored["epoch"],
-            "read": read,
-            # Not all of them, perhaps; what matters is whether there were any.
-            "of_epoch": read,
-            "state": stored["state"],
-            "whole_batches": global_batch,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +139,7 @@ class Position:
 
     step: int = 0
     batch: int = 0
-    stream: StreamPosition | WholePosition | None = field(default=None, compare=False)
+    stream: StreamPosition | None = field(default=None, compare=False)
     indexed_pass: IndexedPass | None = field(default=None, compare=False)
 
 

@@ -98,31 +98,19 @@ class _PartReader(Generic[T]):
             self._read_of_epoch = state["of_epoch"]
             like = self._positioned.state_dict()
             self._positioned.load_state_dict(from_json_value(state["state"], like))
-        elif "whole_batches" in state:
-            self._epoch = self._read = 0
-            self._set_epoch()
-            self._read_past(state["read"], state["whole_batches"])
         else:
             self._set_epoch()
             self._read -= state["of_epoch"]
             self._read_past(state["of_epoch"])
 
-    def _read_past(self, samples: int, whole_batches: int = 1) -> None:
-        """Read up to a position; batches of `whole_batches` are refused that epochs are part of."""
+    def _read_past(self, samples: int) -> None:
+        """Read up to a position."""
         log.info(
             "part %d of %d of a stream that is read again: reading past %d samples",
             self._partition.number, self._partition.count, samples,
         )  # fmt: skip
-        for sample in range(samples):
-            epoch = self._epoch
+        for _ in range(samples):
             self.read()
-            if self._epoch != epoch and sample % whole_batches:
-                raise UsageError(
-                    "the position in the stream is that of an earlier version of keepstep, which "
-                    f"left out what did not fill a batch of {whole_batches} at the end of an "
-                    "epoch; as the stream has no load_state_dict, it would mean other samples now: "
-                    "begin a new job with keepstep.join(start_from=...)"
-                )
 
     def read(self) -> T:
         sample = self._next()

@@ -2,7 +2,7 @@
 
 Pure. A node's record carries the form, so each agent and the leader can read it. Numbers are exact:
 a bit for each multiple of the greatest common divisor, compressed. A mesh that has places for every
-multiple needs no bits, and an older version, which knows no bits, takes it for such a mesh.
+multiple needs no bits.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class TrainingState:
             fills = [replace(item, zeroes_rest=True) for item in fills]
         trainer = source.documents[_TRAINER]
         check_schedulers(trainer["schedulers"], len(self.schedulers), source.step)
-        stored_extra_keys = trainer.get(_EXTRA_TENSORS, {})
+        stored_extra_keys = trainer[_EXTRA_TENSORS]
         own_extra_keys = {key: _keys(tensors) for key, tensors in tensors_of_extra.items()}
         known = {key for keys in own_extra_keys.values() for key in keys if key in source.tensors}
         for line in differing_extra(trainer["extra"], stored_extra_keys, own_extra_keys, known):
@@ -303,10 +303,8 @@ class TrainingState:
             scheduler.load_state_dict(from_json_value(stored, own))
         self._restore_extra(begun, trainer["extra"])
         self._restore_randomness(begun, seed)
-        stream = StreamPosition.restore(
-            trainer.get("stream"), source.documents, *self._data_share, trainer["batch"]
-        )
-        indexed_pass = IndexedPass.restore(trainer.get("indexed_pass"))
+        stream = StreamPosition.restore(trainer["stream"], source.documents, *self._data_share)
+        indexed_pass = IndexedPass.restore(trainer["indexed_pass"])
         return Position(trainer["step"], trainer["batch"], stream, indexed_pass)
 
     def invalidate_if_moved(self) -> None:

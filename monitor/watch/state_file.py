@@ -69,10 +69,9 @@ def _policy_state(saved: Mapping[str, Any], now_s: float, wall_s: float) -> Enfo
     alerted = [(at_s, Verdict.from_json(verdict)) for at_s, verdict in saved["alerted"]]
     return EnforcementState(
         replaced=tuple((monotonic(at_s), str(node)) for at_s, node in spent["replaced"]),
-        # An earlier version saved no node and no syndrome: such restarts only count.
         restarted=tuple(
-            Restart(monotonic(at_s), int(rank), *map(str, of))
-            for at_s, rank, *of in spent["restarted"]
+            Restart(monotonic(at_s), int(rank), str(node), str(syndrome))
+            for at_s, rank, node, syndrome in spent["restarted"]
         ),
         cases={
             (verdict.subject, verdict.syndrome): PolicyCase(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.elastic.data.data_pass import DataPass
-from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition
 
 SEED = 11
 
@@ -97,13 +97,11 @@ def _rank_run(
     stored: Stored,
     end: int,
     kept: int,
-) -> tuple[list[list[Any]], StreamPosition | WholePosition | None, float]:
+) -> tuple[list[list[Any]], StreamPosition | None, float]:
     """Return what a rank reads until it is killed, and its position in the last snapshot."""
     begun_s = time.monotonic()
     first_s = 0.0
-    stream = StreamPosition.restore(
-        stored.document, stored.documents, rank, run.world_size, stored.batch
-    )
+    stream = StreamPosition.restore(stored.document, stored.documents, rank, run.world_size)
     position = Position(stored.batch, stored.batch, stream)
     data = data_pass(dataset, global_batch, steps, run.workers)
     batches = data.from_position(position, rank, run.world_size)
@@ -117,7 +115,7 @@ def _rank_run(
     return read, reached, first_s
 
 
-def _merged(batch: int, positions: list[StreamPosition | WholePosition | None]) -> Stored:
+def _merged(batch: int, positions: list[StreamPosition | None]) -> Stored:
     """Return what is stored of all ranks; what two of them have read must be alike."""
     document, documents = NO_POSITION, {}
     for position in positions:

@@ -1,7 +1,7 @@
 """Names of a model's tensors without those of modules that only wrap another one.
 
 Pure. A checkpoint names tensors as the bare model does, so that it loads with or without a wrapper.
-Older releases have stored some wrappers' names, too.
+Converted checkpoints may have wrappers' names that nothing told from the model's own.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StoredNames:
         """Return how tensors are named.
 
         Args:
-            keys: those of a checkpoint, maybe of an older release.
+            keys: those of a checkpoint, maybe a converted one.
             names: of all ranks' parameters, without wrappers. A rank's own are not enough: ranks
                 would differ in what they take a checkpoint's names for.
         """

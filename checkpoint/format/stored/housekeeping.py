@@ -7,7 +7,6 @@ no manifest has named for some time, including what writers left when they died.
 
 from __future__ import annotations
 
-import math
 import re
 import uuid
 from collections import defaultdict
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-import crc32c
 import numpy as np
 
 from keepstep.checkpoint.errors import (
@@ -31,8 +29,8 @@ from keepstep.checkpoint.format.layout.documents import PROVENANCE
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.format.stored.chunking import StoredTensor
-from keepstep.checkpoint.format.stored.listings import DataObject, encode_part
-from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.format.stored.listings import DataObject
+from keepstep.checkpoint.format.stored.manifest import Manifest
 from keepstep.checkpoint.format.stored.object_names import (
     MANIFEST,
     NEWEST,
@@ -48,8 +46,8 @@ from keepstep.checkpoint.format.stored.steps import noted_newest
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.strict_json import encode_strict
-from keepstep.checkpoint.format.stored.writer import commit, contents, manifest_of
-from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata, required_features
+from keepstep.checkpoint.format.stored.writer import commit
+from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata
 
 VALUES_DIFFER = "values"
 """How `compare` describes a tensor whose elements alone have changed."""
@@ -255,7 +253,7 @@ def _collect(
 def _objects_of_directories(stored: StoredStep, names: Iterable[str]) -> dict[str, list[str]]:
     """Return the objects of each attempt at a step, by directory, without the manifest.
 
-    In format 1 the attempt's directory is the step's own.
+    What a writer that died has left of a manifest is in the step's own directory.
     """
     objects: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -288,16 +286,15 @@ def _is_named(storage: Storage, stored: StoredStep, directory: str) -> bool:
         named = _named_directory(storage, stored)
     except CheckpointMissing:
         return False
-    # The arrays of a checkpoint of format 1 may have any name, that of an attempt too. What a
-    # manifest that cannot be read names is not known.
-    return named in (None, directory, stored.directory)
+    # What a manifest that cannot be read names is not known.
+    return named in (None, directory)
 
 
 def _delete(storage: Storage, stored: StoredStep, directory: str, names: Sequence[str]) -> None:
     if directory != stored.directory:
         storage.delete_directory(directory)
     else:
-        # Attempts have directories beside the objects of format 1, which are deleted alone.
+        # Attempts have directories beside these objects, which are deleted alone.
         _delete_in(storage, directory, names)
 
 
@@ -337,20 +334,12 @@ def copy(
     """
     target = open_storage(url)
     attempt = Attempt(source.stored, uuid.uuid4().hex)
-    # Listings of older formats are written anew, in this release's.
-    listings = source.parts()
-    listed = {name: encode_part(objects) for name, objects in listings.items()}
-    parts = [StoredObject(name, len(data), crc32c.crc32c(data)) for name, data in listed.items()]
-    chunk_parts = _chunk_parts(source, listings)
-    others = contents(
-        source.stored, parts, source.stored_tensors, chunk_parts, _strict_documents(source)
-    )
-    required = required_features(source.stored_tensors)
+    for key in source.stored_tensors:
+        source.cell_index.check_listed(key)
     committed = f"{source.stored.directory}/{MANIFEST}"
     if target.exists(committed):
         existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
-        copied = manifest_of(attempt, parts, others, required)
-        if existing.objects == copied.objects:
+        if existing.objects == source.manifest.objects:
             stored = source.stored
             StoredCheckpoint.open(url, stored.step, stored.generation).verify(report)
             return stored
@@ -368,7 +357,8 @@ def copy(
 
     with ThreadPoolExecutor(_PARALLEL_COPIES) as pool:
         names = list(pool.map(copy_data_object, source.cell_index.objects))
-    documents = listed | {
+    parts = [entry for entry in source.manifest.objects if entry.is_part]
+    documents = {entry.name: source.verified(entry.name) for entry in parts} | {
         f"{key}/{ROOT}": encode(array_metadata(key, tensor))
         for key, tensor in source.stored_tensors.items()
         if not tensor.is_packed
@@ -376,33 +366,13 @@ def copy(
     for name, content in documents.items():
         target.write(f"{attempt.directory}/{name}", [content])
     target.flush([f"{attempt.directory}/{name}" for name in (*names, *documents)])
-    commit(target, attempt, parts, others, required)
+    others = {
+        entry.name: source.verified(entry.name)
+        for entry in source.manifest.objects
+        if not entry.is_part
+    }
+    commit(target, attempt, parts, others, source.manifest.required)
     return source.stored
-
-
-def _chunk_parts(
-    source: StoredCheckpoint, listings: Mapping[str, Sequence[DataObject]]
-) -> dict[str, list[int]]:
-    """Return, for each tensor, the number of the part that lists each chunk, in C order.
-
-    Raises:
-        CheckpointDamaged: no part lists one of the chunks.
-    """
-    tensors, index = source.stored_tensors, source.cell_index
-    for key in tensors:
-        # So that each number below is set: places are unique, and within the grid.
-        index.check_listed(key)
-    numbers = {key: [0] * math.prod(tensor.grid) for key, tensor in tensors.items()}
-    writers = {name: writer for writer, name in source.manifest.part_names().items()}
-    for name, objects in listings.items():
-        for item in objects:
-            for key, place in index.places_of_object(item):
-                numbers[key][tensors[key].position_of(place)] = writers[name]
-    return numbers
-
-
-def _strict_documents(source: StoredCheckpoint) -> bytes:
-    return encode_strict(dict(source.documents))
 
 
 def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> None:

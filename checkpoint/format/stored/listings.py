@@ -92,7 +92,7 @@ def encode_part(objects: Sequence[DataObject]) -> bytes:
 
 
 def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
-    """Parse what `encode_part` returned, or what older formats have instead.
+    """Parse what `encode_part` returned.
 
     Raises:
         CheckpointDamaged: the data has another form.
@@ -108,39 +108,21 @@ def _parse_object(name: Json, nbytes: Json, content: Json, sizes: Json = "") -> 
     if not (is_object_name(name) and is_count(nbytes)):
         raise ValueError(f"not an object's entry: {name!r:.200}")
     if not name.startswith(f"{PACKS}/"):
-        return ChunkObject(name, nbytes, _parse_checksums(content), _parse_numbers(sizes))
+        return ChunkObject(name, nbytes, _parse_numbers(content), _parse_numbers(sizes))
     if not isinstance(content, list) or sizes:
         raise ValueError(f"{name}: chunks {content!r:.200}, sizes {sizes!r:.200}")
     chunks: list[PackedChunk] = []
-    for key, *entries in content:
+    for key, place, checksums in content:
         if not isinstance(key, str):
             raise ValueError(f"{name}: key {key!r:.200}")
-        if len(entries) == 2 and isinstance(entries[1], str):
-            place, checksums = entries
-            if not (isinstance(place, list) and all(map(is_count, place))):
-                raise ValueError(f"{name}: chunk {place!r:.200} of {key!r:.200}")
-            chunks.append(PackedChunk(key, tuple(place), _parse_checksums(checksums)))
-            continue
-        for entry in entries:
-            # In formats 1 and 2 each cell is a chunk: its place, followed by its checksum.
-            if not (isinstance(entry, list) and entry and all(map(is_count, entry))):
-                raise ValueError(f"{name}: cell {entry!r:.200} of {key!r:.200}")
-            chunks.append(PackedChunk(key, tuple(entry[:-1]), _parse_checksums(entry[-1:])))
+        if not (isinstance(place, list) and all(map(is_count, place))):
+            raise ValueError(f"{name}: chunk {place!r:.200} of {key!r:.200}")
+        chunks.append(PackedChunk(key, tuple(place), _parse_numbers(checksums)))
     return Pack(name, nbytes, tuple(chunks))
 
 
 def _as_text(numbers: bytes) -> str:
     return base64.b64encode(numbers).decode()
-
-
-def _parse_checksums(content: Json) -> bytes:
-    """Parse checksums in base64; formats 1 and 2 have numbers, null for a cell beyond the edge."""
-    if isinstance(content, list):
-        present = [crc for crc in content if crc is not None]
-        if not all(is_count(crc) and crc < 2**32 for crc in present):
-            raise ValueError(f"checksums {content!r:.200}")
-        return encode_numbers(present)
-    return _parse_numbers(content)
 
 
 def _parse_numbers(content: Json) -> bytes:

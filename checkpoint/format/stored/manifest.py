@@ -20,7 +20,9 @@ from keepstep.checkpoint.format.stored.object_names import (
 )
 from keepstep.checkpoint.format.stored.stored_json import decode, encode, is_count
 
-VERSION = 3
+VERSION = 1
+"""The number of the format that this release reads and writes."""
+
 COMPRESSED_CELLS = "compressed-cells"
 """The feature of a checkpoint that has compressed cells."""
 
@@ -69,22 +71,20 @@ class StoredObject:
 class Manifest:
     """The object that makes a directory a checkpoint.
 
-    `attempt` is the name of the attempt that wrote the checkpoint; None in format 1, whose objects
-    lie in the step's directory. `objects` are the parts, the root metadata and the documents.
-    `required` are the features that a reader must know.
+    `attempt` is the name of the attempt that wrote the checkpoint. `objects` are the parts, the
+    root metadata and the documents. `required` are the features that a reader must know.
     """
 
     step: int
     generation: int
-    attempt: str | None
+    attempt: str
     objects: tuple[StoredObject, ...]
     required: tuple[str, ...] = ()
 
     @property
     def directory(self) -> str:
         """Name of the directory, under the job's URL, that has the checkpoint's objects."""
-        stored = StoredStep(self.step, self.generation)
-        return stored.directory if self.attempt is None else Attempt(stored, self.attempt).directory
+        return Attempt(StoredStep(self.step, self.generation), self.attempt).directory
 
     def encode(self) -> bytes:
         """Return the manifest as JSON, with its own checksum."""
@@ -112,19 +112,17 @@ class Manifest:
             checksum = content.pop("crc32c", None)
             if checksum not in (None, crc32c.crc32c(encode(content))):
                 raise ValueError("it does not match its checksum")
-            version = content["format"]
-            # Of a newer format nothing else is known, not even where it has its features.
-            required = content["required"] if version in range(3, VERSION + 1) else []
-            check_readable(version, required, where)
+            # Nothing else is known of a newer format, not even where it has its features.
+            check_version(content["format"], where)
+            if checksum is None:
+                raise ValueError("it has no checksum")
+            required = content["required"]
+            check_required(required, where)
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
             if not (is_count(step) and is_count(generation)):
                 raise ValueError(f"step {step!r}, generation {generation!r}")
-            attempt = None
-            if version != 1:
-                if checksum is None:
-                    raise ValueError("it has no checksum")
-                attempt = Attempt(StoredStep(step, generation), content["attempt"]).name
+            attempt = Attempt(StoredStep(step, generation), content["attempt"]).name
             if len({item.name for item in objects}) != len(objects):
                 raise ValueError("it lists an object twice")
             return cls(step, generation, attempt, objects, tuple(required))
@@ -142,12 +140,12 @@ class Manifest:
         return next((item for item in self.objects if item.name == name), None)
 
 
-def check_readable(version: Any, required: Any, where: str) -> None:
-    """Check that this release reads a format with these required features.
+def check_version(version: Any, where: str) -> None:
+    """Check that this release reads the format of this number.
 
     Raises:
         CheckpointTooNew: it does not.
-        ValueError: they have another form.
+        ValueError: it is no number of a format.
     """
     if not is_count(version) or version < 1:
         raise ValueError(f"format {version!r}")
@@ -156,6 +154,15 @@ def check_readable(version: Any, required: Any, where: str) -> None:
             f"{where} has format {version}, this keepstep reads up to {VERSION}; use the release "
             "that wrote it, or a later one"
         )
+
+
+def check_required(required: Any, where: str) -> None:
+    """Check that this release knows the features that a checkpoint requires.
+
+    Raises:
+        CheckpointTooNew: it does not.
+        ValueError: they are no list of names.
+    """
     if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
         raise ValueError(f"required features {required!r:.200}")
     if unknown := [name for name in required if name not in FEATURES]:

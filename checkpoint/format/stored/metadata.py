@@ -71,7 +71,7 @@ class StoredMetadata:
             raise missing(url, step) from None
         manifest = decode_manifest(url, chosen, content)
         names = [DOCUMENTS, ROOT]
-        if for_all_ranks and manifest.find(CHUNKS) is not None:
+        if for_all_ranks:
             names.append(CHUNKS)
         listings = [entry for entry in manifest.objects if entry.is_part]
         if sum(entry.nbytes for entry in listings) > listings_nbytes:

@@ -22,8 +22,8 @@ class PartListings:
     Args:
         index: where the listed objects are added.
         names: the listings' names by number.
-        chunk_parts: returns for a tensor the number of the listing that has its chunks, or the
-            number for each of them; None where nothing tells, as in formats 1 and 2.
+        chunk_parts: for a tensor the number of the listing that has its chunks, or the number for
+            each of them; none for a tensor without elements.
         read: reads a listing.
         is_held: whether it is in memory, so that reading it takes no thread of its own.
     """
@@ -32,7 +32,7 @@ class PartListings:
         self,
         index: CellIndex,
         names: Mapping[int, str],
-        chunk_parts: Callable[[str], int | tuple[int, ...] | None] | None,
+        chunk_parts: Mapping[str, int | tuple[int, ...]],
         read: Callable[[str], tuple[DataObject, ...]],
         is_held: Callable[[str], bool],
     ) -> None:
@@ -57,7 +57,7 @@ class PartListings:
         """
         index = self.index_of(self.numbers_for(boxes))
         for key in {key for key, _ in boxes}:
-            if self._chunk_parts is None or isinstance(self._chunk_parts(key), int):
+            if isinstance(self._chunk_parts.get(key), int):
                 index.check_listed(key)
         return index
 
@@ -71,23 +71,20 @@ class PartListings:
         Raises:
             CheckpointDamaged: it is not known which listing has one of the chunks.
         """
-        if self._chunk_parts is None:
-            return self.numbers
         needed: set[int] = set()
         for key, box in boxes:
             tensor = self._index.tensors[key]
-            numbers = self._chunk_parts(key)
+            numbers = self._chunk_parts.get(key, ())
             if isinstance(numbers, int):
                 needed.add(numbers)
                 continue
             # Checked before the chunks are gone over: a few bytes may claim any number of them.
-            if len(numbers or ()) != math.prod(tensor.grid):
+            if len(numbers) != math.prod(tensor.grid):
                 raise CheckpointDamaged(
-                    f"{self._index.where}{CHUNKS} has {len(numbers or ())} chunks of {key}, which "
+                    f"{self._index.where}{CHUNKS} has {len(numbers)} chunks of {key}, which "
                     f"has {math.prod(tensor.grid)}; load an older step"
                 )
             for chunk in chunks_over(key, tensor.shape, tensor.chunk, box):
-                assert numbers is not None, "a tensor with chunks has numbers, checked above"
                 needed.add(numbers[tensor.position_of(chunk.place)])
         return needed
 

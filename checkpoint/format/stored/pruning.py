@@ -102,7 +102,7 @@ class Note:
     def decode(cls, data: bytes) -> Note | None:
         """Parse what `encode` returned; None if the data has another form.
 
-        A crash may have cut it short, and older releases wrote less: the attempt is noted again.
+        A crash may have cut it short: the attempt is noted again.
         """
         try:
             content = json.loads(data)

@@ -110,8 +110,7 @@ class StoredCheckpoint:
         tensors = StoredArrays(metadata.objects[ROOT], manifest.required, f"{where}/{ROOT}")
         documents = decode(metadata.objects[DOCUMENTS], f"{where}/{DOCUMENTS}")
         try:
-            if manifest.attempt is not None:
-                documents = from_strict_json(documents)
+            documents = from_strict_json(documents)
         except RecursionError:
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is nested too deep") from None
         if not isinstance(documents, dict):
@@ -152,7 +151,8 @@ class StoredCheckpoint:
     def named_for(self, parameters: Collection[str]) -> StoredCheckpoint:
         """Return the checkpoint with its tensors named as those of a model with these parameters.
 
-        Older releases stored some names of wrappers, such as `DistributedDataParallel`, as well.
+        A conversion keeps the names of wrappers that it cannot tell from the model's own, such as
+        that of `DistributedDataParallel`.
         """
         names = StoredNames.of(self.stored_tensors, parameters)
         if not names.keys:
@@ -233,16 +233,10 @@ class StoredCheckpoint:
         return PartListings(
             index,
             self.manifest.part_names(),
-            self._chunk_parts(),
+            decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS)),
             self._read_part,
             lambda name: name in self._held,
         )
-
-    def _chunk_parts(self) -> Callable[[str], int | tuple[int, ...] | None] | None:
-        """Return what finds the numbers of the listings that have a tensor's chunks."""
-        if self.manifest.find(CHUNKS) is not None:
-            return decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS)).get
-        return None
 
     @cached_property
     def _tensors_as_stored(self) -> Mapping[str, StoredTensor]:

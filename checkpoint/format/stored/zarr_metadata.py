@@ -21,7 +21,8 @@ from keepstep.checkpoint.format.stored.manifest import (
     COMPRESSED_CELLS,
     VERSION,
     StoredObject,
-    check_readable,
+    check_required,
+    check_version,
 )
 from keepstep.checkpoint.format.stored.object_names import MODEL, StoredStep
 from keepstep.checkpoint.format.stored.stored_json import decode, encode, is_count
@@ -171,20 +172,19 @@ def root_metadata(
     return encode(root)
 
 
-def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
-    """Return the listings' entries in the root metadata; None in format 1, which has none there.
+def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...]:
+    """Return the listings' entries in the root metadata.
 
     Raises:
         CheckpointDamaged: the metadata has another form.
+        CheckpointTooNew: this release does not read the format, or lacks a required feature.
     """
     content = decode(root, where)
     try:
         attributes = content["attributes"]["keepstep"]
-        if attributes["format"] == 1:
-            return None
-        check_readable(attributes["format"], attributes.get("required", []), where)
-        listings = attributes["parts" if attributes["format"] == 2 else "listings"]
-        return tuple(StoredObject.from_json(listing) for listing in listings)
+        check_version(attributes["format"], where)
+        check_required(attributes["required"], where)
+        return tuple(StoredObject.from_json(listing) for listing in attributes["listings"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(
             f"{where} does not list the parts of a checkpoint: {error!r}; load an older step"
@@ -232,10 +232,10 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
     (codec,) = node["codecs"]
     configuration = codec["configuration"]
     is_packed = codec["name"] == "keepstep.packed"
-    # In formats 1 and 2 each cell of a packed array is a chunk.
-    inner = configuration.setdefault("chunk_shape", chunk) if is_packed else None
-    cell = chunk if is_packed else configuration["chunk_shape"]
-    chunk = inner if is_packed else chunk
+    # Zarr's chunks are the cells of a packed array, and its chunks of cells the codec's.
+    cell = configuration["chunk_shape"]
+    if is_packed:
+        cell, chunk = chunk, cell
     attributes = node.get("attributes", {})
     if not isinstance(attributes, dict):
         raise ValueError(f"{key}: attributes {attributes!r:.200}")

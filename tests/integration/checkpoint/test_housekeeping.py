@@ -16,13 +16,12 @@ from keepstep.checkpoint.convert.write.file_target import new_file
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
 from keepstep.checkpoint.format.stored import housekeeping, steps
 from keepstep.checkpoint.format.stored.housekeeping import collect_garbage, copy, remove
-from keepstep.checkpoint.format.stored.manifest import VERSION
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
 from keepstep.checkpoint.format.stored.pruning import GRACE_S, Note
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
-from tests.unit.checkpoint.format.stored.stored_formats import put_format
+from tests.unit.checkpoint.format.stored.golden_checkpoint import put_golden
 
 NOW_S = 1.7e9
 STEP = StoredStep(30, 2)
@@ -43,16 +42,6 @@ class RecordingStorage:
         data = self.storage.read(name)
         self.reads[name] = (nbytes, len(data))
         return data
-
-
-def stored_in_format(number: int) -> str:
-    """Return a URL that has what the release of a format wrote, unless it is this release's."""
-    url = f"memory://{uuid.uuid4().hex}"
-    if number == VERSION:
-        checkpoint.save(url, STATE, step=STEP.step, generation=STEP.generation)
-    else:
-        put_format(url, number)
-    return url
 
 
 class ClosedStorage:
@@ -78,16 +67,12 @@ class ClosedStorage:
         return change
 
 
-@pytest.fixture(params=[1, 2, 3])
-def url(request: pytest.FixtureRequest) -> str:
-    """A URL at which one checkpoint was stored, in each format."""
-    return stored_in_format(request.param)
-
-
-def test_gc_deletes_no_tensor_of_format_1_that_is_named_as_an_attempt() -> None:
-    url = stored_in_format(1)
-    open_storage(url).write(f"{STEP.directory}/attempt-1/c.0", [b"a chunk"])
-    assert collect_garbage(url, now=NOW_S, grace_s=0) == ()
+@pytest.fixture
+def url() -> str:
+    """A URL at which one checkpoint was stored."""
+    url = f"memory://{uuid.uuid4().hex}"
+    put_golden(url)
+    return url
 
 
 def test_a_removed_checkpoint_is_collected_after_the_grace_time(url: str) -> None:
@@ -188,7 +173,7 @@ def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_tim
     checkpoint.save(source, {"small": torch.ones(4), "large": torch.ones(700, 500)}, step=1)
     recording = RecordingStorage(open_storage(source))
     copy(replace(StoredCheckpoint.open(source), storage=recording), target)
-    assert len(recording.reads) == 4
+    assert len(recording.reads) == 6
     sizes = recording.reads.values()
     assert all(expected == actual for expected, actual in sizes), recording.reads
 
@@ -261,9 +246,10 @@ def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collec
     assert target.read_bytes() == b"half and half"
 
 
-def test_removal_does_not_list_the_other_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_does_not_list_the_other_checkpoints(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That is everything under the URL on object stores, for each checkpoint that is removed."""
-    url = stored_in_format(VERSION)
     opened, listed = open_storage(url), []
 
     class Listed(RecordingStorage):

@@ -63,7 +63,7 @@ def test_data_that_earlier_passes_have_now_are_not_taken_for_those_of_the_restor
         pytest.param(indexed(8, steps=16), located(32), id="the pass is over"),
         pytest.param(indexed(8, begin=32, number=2), located(32), id="a later pass"),
         pytest.param(indexed(8, 128, number=0, begin=0), located(20), id="an earlier pass"),
-        pytest.param(indexed(8), Position(20, 20), id="a checkpoint of an earlier version"),
+        pytest.param(indexed(8), Position(20, 20), id="no pass"),
     ],
 )
 def test_pass_that_may_have_these_data_is_not_refused(

@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 import keepstep
-from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import is_stream
 from keepstep.elastic.data.partitions import Partition
-from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
+from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.data.split_stream import SplitStream
 from keepstep.elastic.errors import UsageError
@@ -277,51 +276,5 @@ def test_no_position_is_given_while_a_batch_was_read_in_part() -> None:
     assert data.stream_position(Position(2, 2)) is None
 
 
-def read_earlier(dataset: Any, batch: int, document: Any) -> list[Any]:
-    """Read on from what a version stored that read streams as a whole."""
-    stream = StreamPosition.restore(document, {}, 0, 1, batch)
-    assert stream is not None
-    # As it is stored again before a batch is read.
-    assert stream.documents() == {}
-    stream = StreamPosition.restore(stream.document(), {}, 0, 1, batch)
-    data = data_pass(dataset, GLOBAL_BATCH, 12)
-    return list(data.from_position(Position(batch, batch, stream), 0, 1))
-
-
-@pytest.mark.parametrize("is_later_epoch", [False, True])
-def test_a_state_of_an_earlier_version_is_gone_on_from(is_later_epoch: bool) -> None:
-    """That version left 3 of the 23 samples out at the end of the first epoch."""
-    batch, epoch, number = (6, 1, 10) if is_later_epoch else (2, 0, 10)
-    stored = {"read": batch, "epoch": epoch, "state": {"next": number}}
-    dataset = PositionedNumbers()
-    first, second, third, *_ = read_earlier(dataset, batch, stored)
-    assert first == [(epoch, number) for number in range(10, 15)]
-    assert second == [(epoch, number) for number in range(15, 20)]
-    assert third == [(epoch, 20), (epoch, 21), (epoch, 22), (epoch + 1, 0), (epoch + 1, 1)]
-    assert dataset.reads == (12 - batch) * GLOBAL_BATCH
-
-
-def test_a_position_of_an_earlier_version_without_a_state_is_read_up_to_where_that_is_exact() -> (
-    None
-):
-    assert read_earlier(Numbers(), 4, None)[0][0] == (0, 20)
-    # The same batches, whether what is left of an epoch is left out or not.
-    assert read_earlier(Numbers(20), 5, None)[0][0] == (1, 5)
-    stored = {"read": 5, "epoch": 1, "state": {"next": 5}}
-    for document in (None, stored):
-        with pytest.raises(UsageError, match=r"left out what did not fill.*start_from="):
-            read_earlier(Numbers(), 5, document)
-    for other in (keepstep.ShardedStream([1], lambda *_: []), keepstep.Mixture([Numbers()], [1])):
-        with pytest.raises(UsageError, match=r"read streams as a whole.*start_from="):
-            read_earlier(other, 4, stored)
-
-
-def test_what_an_earlier_version_stored_in_an_earlier_pass_is_none_of_the_next() -> None:
-    assert StreamPosition.restore(None, {}, 0, 1, 0) is None
-    assert StreamPosition.restore({}, {}, 0, 1, 3) is None
-    for document in (None, {"read": 3, "epoch": 0, "state": {"next": 15}}):
-        stored = WholePosition(batch=3, stored=document)
-        data: DataPass[Any] = DataPass(
-            1, 3, 11, PositionedNumbers(), GLOBAL_BATCH, steps=3, collate=list
-        )
-        assert next(data.from_position(Position(3, 3, stored), 0, 1))[0] == (0, 0)
+def test_no_position_is_restored_where_no_stream_was_read() -> None:
+    assert StreamPosition.restore(NO_POSITION, {}, 0, 1) is None

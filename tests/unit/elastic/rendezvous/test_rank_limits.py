@@ -1,8 +1,8 @@
-"""Claims about which numbers of ranks fit: exact, short, and read by older versions."""
+"""Claims about which numbers of ranks fit: exact, and short."""
 
 import base64
+import math
 import zlib
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -32,13 +32,8 @@ def test_exactly_the_numbers_that_fit_are_allowed(numbers: set[int]) -> None:
 
 
 @given(NUMBERS)
-def test_a_version_that_does_not_know_the_bits_allows_no_less(numbers: set[int]) -> None:
-    limits = RankLimits.of(numbers)
-    older = replace(limits, fitting="")
-    assert all(older.allow(ranks) for ranks in numbers)
-    assert limits.multiple == max(d for d in range(1, 301) if all(n % d == 0 for n in numbers)) or (
-        limits.multiple > 300
-    )
+def test_a_number_that_fits_is_a_multiple(numbers: set[int]) -> None:
+    assert RankLimits.of(numbers).multiple == math.gcd(*numbers)
 
 
 @pytest.mark.parametrize(

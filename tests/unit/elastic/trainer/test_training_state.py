@@ -308,8 +308,7 @@ def test_position_is_restored_with_the_pass_that_it_is_in() -> None:
     stored = IndexedPass(begin=2, end=9, global_batch=4, samples=30)
     held = Held(training().capture(Position(3, 3, indexed_pass=stored)))
     assert training().restore_from(held, seed=2).indexed_pass == stored
-    # As earlier versions stored it.
-    del held.documents["trainer"]["indexed_pass"]
+    held = Held(training().capture(Position(3, 3)))
     assert training().restore_from(held, seed=2).indexed_pass is None
 
 
@@ -421,17 +420,6 @@ def test_extra_object_of_a_rank_or_stage_has_names_of_its_own() -> None:
     shadowing(restored).restore_from(held, seed=2)
     assert torch.equal(restored.values["first"], torch.ones(2))
     shadowing(Shadow("shared"), is_stage=True).restore_from(held, seed=2)
-
-
-def test_extra_object_of_a_checkpoint_that_lists_no_tensors_is_restored() -> None:
-    """As earlier versions stored it."""
-    before = Shadow("a")
-    before.values["a"] += 1
-    held = Held(shadowing(before).capture(Position(3, 3)))
-    del held.documents["trainer"]["extra_tensors"]
-    restored = Shadow("a")
-    shadowing(restored).restore_from(held, seed=2)
-    assert torch.equal(restored.values["a"], torch.ones(2))
 
 
 def test_extra_objects_that_are_new_or_gone_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """Claims about the state of a daemon after a restart."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,14 +29,6 @@ def test_spent_budget_keeps_its_age_over_a_reboot(
     )
     assert loaded.log.entries == ()
     assert [file.name for file in path.parent.iterdir()] == ["state.json"]
-
-
-def test_restarts_that_an_earlier_version_saved_still_count(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    save_state(path, SavedState(), 100.0, 5000.0)
-    saved = json.loads(path.read_text())
-    path.write_text(json.dumps({**saved, "spent": {"replaced": [], "restarted": [[4990.0, 3]]}}))
-    assert load_state(path, 100.0, 5000.0).policy.restarted == (Restart(90.0, 3),)
 
 
 def test_verdict_that_still_holds_after_a_restart_is_not_alerted_at_once(tmp_path: Path) -> None:

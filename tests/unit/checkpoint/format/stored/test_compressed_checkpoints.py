@@ -355,7 +355,7 @@ def test_another_compression_in_the_metadata_is_refused_as_damage(
 ) -> None:
     tamper(root, ROOT, change)
     with pytest.raises(CheckpointDamaged, match="does not describe"):
-        StoredCheckpoint.open(url_of(root))
+        StoredCheckpoint.open(url_of(root)).verify()
 
 
 def test_chunks_that_did_not_change_are_linked(tmp_path: Path) -> None:

@@ -37,25 +37,6 @@ def test_a_part_round_trips(chunks: list[tuple[int, bytes, bytes]], packed: list
     assert decode_part(encode_part(objects), "here") == objects
 
 
-def test_a_part_of_an_older_format_is_read() -> None:
-    old = [
-        ["model/w/c.0.1", 9, [7, None, 2**32 - 1]],
-        ["packs/000000-0000", 8, [["model/b", [0, 812], [1, 7]], ["step", [5]]]],
-    ]
-    assert decode_part(encode(old), "here") == (
-        ChunkObject("model/w/c.0.1", 9, encode_numbers([7, 2**32 - 1])),
-        Pack(
-            "packs/000000-0000",
-            8,
-            (
-                PackedChunk("model/b", (0,), encode_numbers([812])),
-                PackedChunk("model/b", (1,), encode_numbers([7])),
-                PackedChunk("step", (), encode_numbers([5])),
-            ),
-        ),
-    )
-
-
 @pytest.mark.parametrize(
     "listing",
     [

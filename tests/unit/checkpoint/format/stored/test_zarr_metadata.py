@@ -95,14 +95,8 @@ def test_the_fill_value_is_zero_where_a_type_has_one() -> None:
     assert not any(fill_values.values())
 
 
-def test_the_root_lists_the_parts_from_format_2_on() -> None:
-    metadata = root_of(TENSORS)
-    assert parse_listings(encode(metadata), "here") == PARTS
-    listed = [part.to_json() for part in PARTS]
-    metadata["attributes"]["keepstep"] = {"format": 2, "step": 7, "generation": 1, "parts": listed}
-    assert parse_listings(encode(metadata), "here") == PARTS
-    metadata["attributes"]["keepstep"] = {"format": 1, "step": 7, "generation": 1}
-    assert parse_listings(encode(metadata), "here") is None
+def test_the_root_lists_the_parts() -> None:
+    assert parse_listings(encode(root_of(TENSORS)), "here") == PARTS
 
 
 @pytest.mark.parametrize(

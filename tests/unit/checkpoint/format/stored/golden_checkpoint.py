@@ -1,8 +1,8 @@
-"""Checkpoints of every format, as files that no release changes, and what was saved in them.
+"""A checkpoint of the format, as files that are never changed, and the state that it holds.
 
-Each has the format's kinds of objects although it is small: the sizes in `chunking` that decide
-about chunks, cells and packs were made smaller for it, which readers must not notice. The one of
-format 3 has two writers, which had the halves of the rows, and compresses bfloat16.
+It has all kinds of objects although it is small: the sizes in `chunking` that decide about chunks,
+cells and packs were made smaller for it, which readers must not notice. It has two writers, which
+had the halves of the rows, and compresses bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from keepstep.checkpoint import Descriptions, Part, PartTable
 from keepstep.checkpoint.format.stored.storage import open_storage
 
-ROOT = Path(__file__).with_name("formats")
+ROOT = Path(__file__).with_name("golden")
 
 QKV = PartTable(0, (Part("q", 16), Part("k", 4, 2), Part("v", 4, 2)), groups=2)
 VOCABULARY = 10
@@ -24,37 +24,12 @@ DESCRIPTIONS = Descriptions(parts={"qkv.*": QKV}, padding={"embed.weight": (VOCA
 """What the tensors of `described_state` are."""
 
 
-def put_format(url: str, number: int) -> None:
-    """Put the checkpoint of step 30, generation 2, of a format at a URL."""
-    storage, root = open_storage(url), ROOT / str(number)
-    for path in root.rglob("*"):
+def put_golden(url: str) -> None:
+    """Put the checkpoint, of step 30 and generation 2, at a URL."""
+    storage = open_storage(url)
+    for path in ROOT.rglob("*"):
         if path.is_file():
-            storage.write(path.relative_to(root).as_posix(), [path.read_bytes()])
-
-
-def new_state() -> dict[str, object]:
-    """Return the state that those of formats 1 and 2 were made from, before its first step."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({
-        "large": nn.Linear(20, 9), "small": nn.Linear(3, 2, dtype=torch.bfloat16)
-    })  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "extra": torch.arange(7, dtype=torch.int64),
-        "loss": 1.5,
-    }
-
-
-def train(state: dict[str, object]) -> None:
-    """Take the step that these checkpoints were saved after."""
-    model, optimizer = state["model"], state["optimizer"]
-    assert isinstance(model, nn.Module)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+            storage.write(path.relative_to(ROOT).as_posix(), [path.read_bytes()])
 
 
 class DescribedModel(nn.Module):
@@ -74,7 +49,7 @@ class DescribedModel(nn.Module):
 def described_state(
     offset: int, *, rows: int = VOCABULARY + 2, is_tied: bool = True
 ) -> dict[str, object]:
-    """Return the state that the one of format 3 was made from if `offset` is 0, or one like it.
+    """Return the state that was saved if `offset` is 0, or one like it.
 
     Its numbers are exact in every data type and need no generator, whose numbers may change with
     PyTorch.
