@@ -207,7 +207,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What a job's runtime knows about the job and records do not contain.
+    """Facts about a job that only its runtime knows, and records do not contain.
 
     Args:
         began_at_s: wall clock at the job's first generation.
@@ -255,7 +255,7 @@ class JobStatusSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobRuntime:
-    """What a job's runtime provides to its monitor."""
+    """The parts that a job's runtime provides to its monitor."""
 
     job_status_source: JobStatusSource
     publisher: VerdictPublisher

@@ -76,7 +76,7 @@ class ProgressBoard:
     def leave_note(self, note: bytes) -> None:
         """Leave word of why the worker ends, for when it has nothing else to say it by.
 
-        What does not fit is cut off.
+        Text that does not fit is cut off.
         """
         begin = _NOTE_AT + _NOTE_LENGTH.size
         note = note[: _NBYTES - begin]

@@ -54,7 +54,7 @@ DTYPES = (
 
 
 class Kind(IntEnum):
-    """What a record describes."""
+    """The kind of event that a record describes."""
 
     OPERATION = 1
     PHASE = 2

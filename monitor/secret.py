@@ -1,4 +1,4 @@
-"""The job's secret, and the bearer token derived from it that authorizes requests to a monitor.
+"""Reads the job's secret, and derives the bearer token that authorizes requests to a monitor.
 
 The secret itself is never sent. The token is derived from it for this one purpose, so a token that
 leaks from a scrape configuration gives access to the monitor only. Traffic is not encrypted:

@@ -1,8 +1,8 @@
 """Signs the requests of monitors to each other, and their answers. Pure, but for random numbers.
 
 A daemon that asks at an address cannot know who listens there, so it sends nothing that would let
-whoever does ask others. What it sends is a signature of this one request, which the asked daemon
-accepts once:
+the listener ask others. It sends a signature of this one request, which the asked daemon accepts
+once:
 
     client                                              server
     GET /v1/summary?...                             ->
@@ -38,7 +38,7 @@ _SEEN_LIMIT = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is signed of a request: the target is path and query as in the request line."""
+    """The signed part of a request: the target is path and query as in the request line."""
 
     method: str
     target: str

@@ -40,7 +40,7 @@ class Syndrome(StrEnum):
 
 
 class Advice(StrEnum):
-    """What to do about a verdict."""
+    """The advice that a verdict gives."""
 
     OBSERVE = "observe"
     ALERT = "alert"

@@ -1,1 +1,1 @@
-"""The `keepstep` command: `run`, `status`, `evict`, and the commands of the other packages."""
+"""Implements the `keepstep` command: `run`, `status`, `evict`, and the other packages' commands."""

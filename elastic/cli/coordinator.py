@@ -27,13 +27,13 @@ from keepstep.transport.addresses import (
 log = logging.getLogger("keepstep")
 
 _ENDPOINT_PORT = 29400
-"""The port of `--rdzv-endpoint HOST`, as torchrun has it."""
+"""Default port of `--rdzv-endpoint HOST`, as torchrun has it."""
 _PROBE_S = 1.0
 _CONNECT_S = 10.0
 _START_S = 20.0
-"""How long a coordinator that listens on this machine may take until it serves."""
+"""Seconds that a coordinator which listens on this machine may take until it serves."""
 _OTHER_NODE_S = 60.0
-"""How long to wait for the coordinator of another node, which may be started later than this."""
+"""Seconds to wait for the coordinator of another node, which may be started later than this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ async def coordinator(
 
 
 def _named_address(options: Mapping[str, Any]) -> Address | None:
-    """Return the address that the options name; None if the node is to have its own coordinator."""
+    """Return the address that the options name; None if the node starts its own coordinator."""
     if options["standalone"]:
         return None
     if options["store"]:
@@ -106,7 +106,7 @@ def _named_address(options: Mapping[str, Any]) -> Address | None:
 
 
 def _is_any_port(endpoint: str) -> bool:
-    """Whether it is torchrun's way to have a free port of one's own machine, `localhost:0`."""
+    """Whether it is `localhost:0`, by which torchrun takes a free port of this machine."""
     host, _, port = endpoint.rpartition(":")
     return port == "0" and is_loopback(without_brackets(host))
 
@@ -117,7 +117,7 @@ def _started(
 ) -> Iterator[Address | None]:
     """Start a coordinator if it is this node's to do so; yield its address, else None.
 
-    Of the nodes of one `--rdzv-endpoint` that is the first whose address it is.
+    Among the nodes of one `--rdzv-endpoint`, the first one with that address starts it.
     """
     if address is None:
         address = Address((host_and_port(loopback(), 0),), Access.SECRET, options["secret_file"])
@@ -130,7 +130,8 @@ def _started(
     try:
         server.start()
     except (StoreUnavailable, UsageError):
-        # Several agents of this machine may have started at the same time: one has got the port.
+        # Several agents of this machine may have started at the same time: one of them has the
+        # port.
         if int(port) == 0 or not _is_taken(address):
             raise
         yield None
@@ -142,7 +143,7 @@ def _started(
 
 
 async def _connect(address: Address, *, is_shared: bool) -> EtcdStore:
-    """Connect to a coordinator; one that several nodes share may not serve yet."""
+    """Connect to a coordinator, waiting for one that several nodes share until it serves."""
     if not is_shared:
         return await EtcdStore.connect(address, deadline_s=_CONNECT_S)
     if not _is_here(address):

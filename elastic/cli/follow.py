@@ -35,7 +35,7 @@ class JobAddress:
 
 
 def follow(job: JobAddress, *, once: bool, as_json: bool) -> None:
-    """Show a job's state, once or until it ends or the user interrupts.
+    """Show a job's state once, or follow it until the job ends or the user interrupts.
 
     Args:
         job: the job.
@@ -53,7 +53,7 @@ def follow(job: JobAddress, *, once: bool, as_json: bool) -> None:
 
 
 def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> str:
-    """Request a node to leave and stay away, or let an evicted node return; say what that does.
+    """Request a node to leave and stay away, or let an evicted node return; return the effect.
 
     Args:
         job: the job.
@@ -170,7 +170,7 @@ async def _follow(job: JobAddress, once: bool, as_json: bool) -> None:
 
 
 async def _views_while_it_answers(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
-    """Yield as `views` does, but end when the coordinator has gone: a watch waits for its return.
+    """Yield as `views` does, but end when the coordinator has gone; a watch alone would wait.
 
     Raises:
         StoreUnavailable: it does not answer any more.
@@ -207,7 +207,7 @@ async def _set_eviction(job: JobAddress, node: str, eviction: Eviction | None) -
         while not is_done:
             listing = await client.read(keys.prefix)
             view = from_listing(keys, listing)
-            # One that the job has decided itself, after which the node may return, is replaced.
+            # An eviction by the job itself, after which the node may return, is replaced.
             seen = next((item.modified for item in listing.items if item.key == key), 0)
             if eviction is not None and not (node in view.nodes or node in view.evictions):
                 raise UsageError(

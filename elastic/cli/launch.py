@@ -229,7 +229,7 @@ async def _launch(
         environment = worker_environment({**_worker_environment(options), **marked}, workers)
         fork_server = None
         if options["fork_workers"] and command.kind is not CommandKind.PROGRAM:
-            # Now, for it takes longer than all that comes before the first worker.
+            # Started now: it takes longer than everything else before the first worker.
             try:
                 fork_server = ForkServerProcess.start(command, environment)
                 stack.push_async_callback(fork_server.close)
@@ -239,7 +239,7 @@ async def _launch(
         # process, which imports PyTorch meanwhile.
         from keepstep.elastic.cli.node import NodeStart, run_node
 
-        # What has been imported stays: no garbage collection has to look at it again.
+        # Imported modules stay: no garbage collection has to look at them again.
         gc.collect()
         gc.freeze()
         start = NodeStart(
@@ -285,6 +285,6 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _log_directory(options: Mapping[str, Any]) -> Path:
-    """Return where workers' output goes if --log-dir names no other place."""
+    """Return the directory for workers' output if --log-dir names no other."""
     job = options["job"] or options["rdzv_id"] or Path(options["script"]).stem
     return Path(DEFAULT_DIRECTORY) / job

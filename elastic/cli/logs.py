@@ -16,7 +16,7 @@ _READ_NBYTES = 2**16
 
 
 def print_log(directory: Path, rank: int | None) -> None:
-    """Print what a rank has written in the newest generation in which it has a file.
+    """Print a rank's output of the newest generation in which it has a file.
 
     Args:
         directory: of the job's files.
@@ -30,7 +30,7 @@ def print_log(directory: Path, rank: int | None) -> None:
 
 
 def follow_log(directory: Path, rank: int | None) -> None:
-    """Print what a rank has written and writes, also in later generations, until interrupted.
+    """Follow a rank's output, into later generations too, until interrupted.
 
     Raises:
         UsageError: there is no such file.
@@ -38,7 +38,7 @@ def follow_log(directory: Path, rank: int | None) -> None:
     printed: dict[Path, int] = {}
     try:
         while True:
-            # Older ones, too: they may have got more since they were printed last.
+            # Older files, too: they may have grown since they were printed last.
             for path in [*printed, *(file.path for file in newest_files(directory, rank))]:
                 printed[path] = _print_from(path, printed.get(path, 0))
             time.sleep(_CHECK_EVERY_S)

@@ -31,7 +31,7 @@ class _Commands(click.Group):
     """A group that prints the errors of its commands as one line and sets the exit status.
 
     It imports commands of other packages when they are used: an agent must start fast, and does not
-    need what they import.
+    need their imports.
     """
 
     def list_commands(self, context: click.Context) -> list[str]:

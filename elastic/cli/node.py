@@ -46,7 +46,7 @@ log = logging.getLogger("keepstep")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStart:
-    """What a node is started with.
+    """The settings and resources that a node is started with.
 
     Args:
         options: of `keepstep run`.
@@ -56,7 +56,7 @@ class NodeStart:
         limits: the snapshot server's rates.
         environment: the workers' environment.
         directory: private, for sockets and files; removed when the node ends.
-        fork_server: what forks the workers; None: each is started as a program.
+        fork_server: forks the workers; None: each is started as a program.
     """
 
     options: Mapping[str, Any]
@@ -70,7 +70,7 @@ class NodeStart:
 
 
 async def run_node(start: NodeStart, stop: Signals) -> bool:
-    """Run this node's agent; return whether the job has succeeded, False if the node left before.
+    """Run this node's agent; return whether the job succeeded, and False if the node left before.
 
     Args:
         start: what the node is started with.
@@ -87,7 +87,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             coordinator(start.options, start.policy.min_nodes, start.directory)
         )
         if job is None:
-            # All nodes of a job must find the same name; others of this machine another one.
+            # All nodes of a job must find the same name; other jobs of this machine another one.
             suffix = f"-{uuid.uuid4().hex[:6]}" if found.is_private else ""
             job = f"{Path(start.command.target).stem}{suffix}"
         if found.is_own:
@@ -134,7 +134,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             log.error("interrupted: workers were killed")
             return False
         except JobFailed as failed:
-            # Others may go on without this node, such as where its doctor keeps it away.
+            # The others may go on without this node, for instance if its doctor keeps it away.
             failure = failed
         if start.fork_server is not None:
             await start.fork_server.close()

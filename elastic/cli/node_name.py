@@ -1,4 +1,4 @@
-"""Names a node that the user has not named: the same when its agent is started again.
+"""Names a node that the user has not named; the name stays when its agent is started again.
 
 A node that was evicted is known by its name; under another one it would return without the check of
 `keepstep.elastic.agent.readmission`.
@@ -22,11 +22,11 @@ from keepstep.private_files import created_directory, runtime_directory
 
 @contextmanager
 def own_node_name(job: str) -> Iterator[str]:
-    """Hold a name of this machine for a job: of all agents on it, the first has the first name.
+    """Hold a name of this machine for a job: the first agent on it has the first name.
 
-    The name is the host's, and a digest of its name and network address, for hosts that are called
-    alike. Further agents of the job on this machine get `-2`, `-3` and so on; whoever is started
-    again gets the first that is free.
+    The name is the host's name, and a digest of that and the network address, since hosts may share
+    a name. Further agents of the job on this machine get `-2`, `-3` and so on; an agent that is
+    started again gets the first free one.
 
     Raises:
         NotPrivate, OSError: the directory for locks cannot be used.
@@ -55,11 +55,12 @@ def _locked(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it before may have removed it meanwhile: a lock on that excludes nobody.
+            # The previous holder may have removed it meanwhile: a lock on a removed file excludes
+            # nobody.
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
-            pass  # Removed; made anew next.
+            pass  # Removed; created again in the next turn.
         except BlockingIOError:
             os.close(descriptor)
             return None

@@ -18,7 +18,7 @@ from keepstep.elastic.store.etcd import EtcdStore
 
 
 def scale_job(job: JobAddress, min_nodes: int, max_nodes: int) -> str:
-    """Change how many nodes a job has; return what that leads to, as a sentence.
+    """Change how many nodes a job has; return the effect as a sentence.
 
     Raises:
         UsageError: there is no such job.
@@ -40,7 +40,7 @@ def pause_job(job: JobAddress, reason: str) -> str:
 
 
 def resume_job(job: JobAddress) -> str:
-    """Let a paused job go on; return what that leads to, as a sentence.
+    """Let a paused job go on; return the effect as a sentence.
 
     Raises:
         UsageError: there is no such job, or it is not paused.
@@ -66,7 +66,7 @@ async def _connected(job: JobAddress) -> AsyncIterator[tuple[Store, Keys, View]]
 
 
 def _of_this_run(keys: Keys, view: View) -> tuple[Modified, ...]:
-    """Return what holds only while the job that was read goes on, not a later one of its name."""
+    """Return the condition that the same job still runs, not a later one of its name."""
     secret = view.revisions.get("secret", 0)
     return (Modified(keys.single("result"), 0), Modified(keys.single("secret"), secret))
 
@@ -103,7 +103,7 @@ async def _pause(job: JobAddress, reason: str) -> str:
 
 
 def is_paused(view: View) -> bool:
-    """Whether a job's workers have ended, and what is to be stored is stored."""
+    """Whether a job's workers have ended, and its state is stored if it is to be."""
     if view.pause is None or view.persist is not None:
         return False
     generation = view.generation
@@ -118,7 +118,7 @@ def is_paused(view: View) -> bool:
 
 
 def _is_to_be_stored(view: View) -> bool:
-    """Whether the job stores checkpoints, and the newest snapshot was not found impossible to."""
+    """Whether the job stores checkpoints, and has not failed to store the newest snapshot."""
     step = _newest_step(view)
     has_failed = view.store_failure is not None and view.store_failure.step >= step
     return step > 0 and not has_failed and _has_url(view)
@@ -135,7 +135,7 @@ def _newest_step(view: View) -> int:
 
 
 def _kept(view: View) -> str:
-    """Return where the state of a paused job is."""
+    """Return a sentence about where the state of a paused job is."""
     if view.snapshot is None:
         return "it has no state yet"
     step = view.snapshot.snapshot.step

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 _INSISTS = (signal.SIGTERM, signal.SIGINT)
 _SAME_NOTICE_S = 1.0
-"""Launchers pass on what the terminal has sent as well: within this time it is the same notice."""
+"""Launchers repeat signals that the terminal has sent as well: within this time it is the same
+notice."""
 
 
 def _print_tasks() -> None:
-    """Print every task's chain of coroutines, down to the one that it waits in."""
+    """Print every task's chain of coroutines, down to the one that waits."""
     for task in asyncio.all_tasks():
         chain = []
         coroutine: Any = task.get_coro()
@@ -31,7 +32,8 @@ def _print_tasks() -> None:
 
 
 class Signals:
-    """Handles notices of the end: the first lets the agent leave, or ends what has no agent yet.
+    """Handles notices of the end: the first lets the agent leave, or ends the process if it has
+    none.
 
     SIGTERM or SIGINT again, not sooner than a second later, ends it at once. Another signal than
     the first never does: schedulers send several kinds, one after the other.
@@ -54,7 +56,7 @@ class Signals:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
 
     def connect(self, agent: Agent | None, task: asyncio.Future[Any]) -> None:
-        """Have the next signals let an agent leave, or cancel a task without one."""
+        """Let the next signals make an agent leave, or cancel a task that has none."""
         self._agent, self._task = agent, task
 
     def close(self) -> None:

@@ -21,11 +21,11 @@ from keepstep.elastic.rendezvous.view import View
 def summary(view: View, wall_s: float) -> dict[str, Any]:
     """Return the state of a job as JSON, at a wall-clock time in seconds.
 
-    `snapshot_at_s` is the wall-clock time at which the coordinator was told of `snapshot`.
+    `snapshot_at_s` is the wall-clock time at which `snapshot` was reported to the coordinator.
     """
     generation = view.generation
     places = {member.node: member for member in generation.members} if generation else {}
-    # Nodes tell the coordinator of their steps every few seconds, of snapshots at once.
+    # Nodes report their steps to the coordinator every few seconds, and snapshots at once.
     committed = view.snapshot.snapshot.step if view.snapshot else 0
     return {
         "generation": view.generation_number,
@@ -137,7 +137,7 @@ def _doing(node: Mapping[str, Any], state: Mapping[str, Any], standing: set[int]
 
 
 def _snapshot_age(step: int, commit: SnapshotCommit | None, wall_s: float) -> str:
-    """Return the snapshot's step, how many steps a recovery would compute again, and as of when."""
+    """Return the snapshot's step, the steps that a recovery would repeat, and the report's age."""
     if commit is None:
         return "none"
     behind = max(0, step - commit.snapshot.step)
@@ -170,7 +170,7 @@ def verdicts(view: View, wall_s: float) -> str:
 
 
 def recoveries(history: Sequence[Recovery]) -> RenderableType:
-    """Return the changes of generation, of each the reason and what came of it."""
+    """Return the changes of generation, each with its reason and outcome."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
@@ -200,7 +200,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _restored_state(view: View) -> dict[str, Any] | None:
-    """Return how what the nodes restored last compares with its snapshot; None if unknown."""
+    """Return how the state that nodes restored last compares with its snapshot; None if unknown."""
     comparisons = [
         joined.record.restore_comparison
         for joined in view.nodes.values()
@@ -243,7 +243,7 @@ def _describe_replicas(comparison: Mapping[str, Any] | None) -> list[str]:
 
 
 def _intervals(view: View, wall_s: float) -> dict[str, Any]:
-    """Return the intervals that the job chooses, and what they depend on; None for fixed ones."""
+    """Return the intervals that the job chooses, and their inputs; None for fixed ones."""
     records = [joined.record for joined in view.nodes.values()]
     nodes = len(view.generation.members) if view.generation else 0
     chooses_checkpoints = any(record.checkpoint_every == AUTO for record in records)

@@ -1,1 +1,1 @@
-"""The batches of a job: their order, reading them, and what is random in their samples."""
+"""Reads the batches of a job: their order, their samples, and the samples' randomness."""

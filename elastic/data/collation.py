@@ -1,4 +1,4 @@
-"""Makes batches, or lists of micro-batches, of a rank's samples."""
+"""Collates a rank's samples into batches, or lists of micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShareCollate(Generic[T]):
     """Collates a rank's share of a global batch; loader processes receive it.
 
     Args:
-        collate: makes a batch of samples; None: as torch's DataLoader does.
+        collate: makes a batch from samples; None: as torch's DataLoader does.
         divisions: the micro-batches; None: the share is one batch.
     """
 
@@ -58,9 +58,9 @@ class ShareCollate(Generic[T]):
 
 
 def ended_early(what: str) -> RuntimeError:
-    """Return the error for a function of the user's that raised StopIteration.
+    """Return the error for a user's function that raised StopIteration.
 
-    To a loader that exception says that the data are at their end.
+    A loader takes that exception for the end of the data.
     """
     return RuntimeError(
         f"{what} raised StopIteration, as next() does where an iterator has no more. It would have "
@@ -69,7 +69,7 @@ def ended_early(what: str) -> RuntimeError:
 
 
 def check_loader_options(options: Mapping[str, Any]) -> None:
-    """Refuse further arguments of torch's DataLoader that are not the user's to give.
+    """Refuse arguments of torch's DataLoader that `Job.batches` sets itself.
 
     Raises:
         UsageError: there is one.

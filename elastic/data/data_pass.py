@@ -1,4 +1,4 @@
-"""One pass of a job over its data: a dataset with an index, or a source that is read in order."""
+"""Reads one pass of a job over its data: a dataset with an index, or a source read in order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DataPass(Generic[T]):
     """The global batches `begin` to `end - 1` of a job.
 
     Args:
-        number: how many passes were begun before.
-        begin: how many global batches they have.
+        number: number of earlier passes.
+        begin: number of their global batches.
         seed: the job's seed.
         dataset, global_batch, micro_batch, epochs, steps, shuffle, collate, workers,
             loader_options: as for `Job.batches`.
@@ -119,7 +119,7 @@ class DataPass(Generic[T]):
     def check_continues(self, position: Position) -> None:
         """Check that a restored position means the same samples as when it was stored.
 
-        What a stream was is checked when it is read.
+        A stream's identity is checked when it is read.
 
         Raises:
             UsageError: the position is within this pass, which had another dataset or global batch.
@@ -128,7 +128,7 @@ class DataPass(Generic[T]):
             self._indexed.check_continues(position.indexed_pass, position.batch)
 
     def resume(self, position: Position) -> None:
-        """Forget where a stream was read up to, in favour of a position that was restored.
+        """Replace the position up to which a stream was read by one that was restored.
 
         Other partitions may be this rank's from now on.
         """
@@ -136,8 +136,8 @@ class DataPass(Generic[T]):
             self._batches.resume(position.stream)
 
     def located(self, position: Position) -> Position:
-        """Return a position together with what a job that resumes there must know of its data."""
-        # Another pass is the current one of a script that has not come to the restored one yet.
+        """Return a position with the facts about its data that a job which resumes there needs."""
+        # A script that has not reached the restored pass yet is in another one.
         is_own = self.begin <= position.batch <= self.end
         return replace(
             position,
@@ -156,10 +156,10 @@ class DataPass(Generic[T]):
 
 
 def _all_of(shares: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield so many shares.
+    """Yield `count` shares.
 
     Raises:
-        RuntimeError: the loader ends before; else the position would never come to the pass's end.
+        RuntimeError: the loader ends earlier; the position would then never reach the pass's end.
     """
     for number in range(count):
         try:

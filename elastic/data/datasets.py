@@ -30,20 +30,20 @@ class Stream(Protocol[T_co]):
     """A sequence of samples without an index, the same on every rank and each time it is read."""
 
     def __iter__(self) -> Iterator[T_co]:
-        """Read from the first sample, or from where `load_state_dict` has put it since."""
+        """Read from the first sample, or from the position that `load_state_dict` has set."""
         ...
 
 
 @runtime_checkable
 class Positioned(Protocol):
-    """A stream that can go on where it was."""
+    """A stream that can resume at a stored position."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return where it is: numbers, strings, lists, dictionaries, small tensors and arrays."""
+        """Return its position: numbers, strings, lists, dictionaries, small tensors and arrays."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Have the next iteration begin at a result of `state_dict`."""
+        """Make the next iteration begin at a result of `state_dict`."""
         ...
 
 
@@ -55,7 +55,7 @@ class PartitionReader(Protocol[T_co]):
         ...
 
     def state(self) -> Json:
-        """Return where the next sample is: with it, `open_partition` goes on there."""
+        """Return the position of the next sample, for `open_partition`."""
         ...
 
 
@@ -64,7 +64,7 @@ class Source(Protocol[T_co]):
     """A stream that is read in partitions: `ShardedStream`, `Mixture` and others."""
 
     def most_partitions(self) -> int | None:
-        """Return the largest number of partitions that it can be read in; None: any."""
+        """Return the greatest number of partitions that it can be read in; None: any."""
         ...
 
     def open_partition(self, partition: Partition, state: Json) -> PartitionReader[T_co]:
@@ -73,6 +73,6 @@ class Source(Protocol[T_co]):
 
 
 def is_stream(dataset: Dataset[T] | Iterable[T]) -> TypeGuard[Stream[T]]:
-    """Whether a dataset can only be read in order."""
+    """Return whether a dataset can only be read in order."""
     # torch's IterableDataset inherits a `__getitem__` that raises.
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")

@@ -86,7 +86,7 @@ def to_json_value(name: str, value: Any) -> Json:
 
 
 def _has_elements(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements lie in memory of the CPU as its strides say."""
+    """Return whether a tensor's elements lie in the CPU's memory as its strides say."""
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         and tensor.device.type == "cpu"
@@ -100,7 +100,7 @@ def _encode(name: str, array: np.ndarray[Any, Any]) -> str:
     if array.nbytes > _MOST_NBYTES:
         raise UsageError(
             f"{name} has {array.nbytes} bytes, too many among values that are no tensors; "
-            "state_dict() may hold small tensors beside other values, or only tensors"
+            "state_dict() may hold small tensors among other values, or only tensors"
         )
     return base64.b64encode(array.tobytes()).decode()
 
@@ -112,7 +112,8 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
         stored: the JSON value.
         like: a value with the same structure, such as a fresh object's state; mappings and lists
             get the types that it has (`Counter`), lists become tuples where it has tuples, and
-            tuples get the names of its fields. What `defaultdict`s hold is like what they make.
+            tuples get the names of its fields. Values of a `defaultdict` are like the ones that it
+            makes.
     """
     if isinstance(stored, Mapping):
         kind = next(iter(stored), None)
@@ -139,14 +140,14 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
 
 
 def _like_item(like: Any, key: Any, stored: Json) -> Any:
-    """Return what an item of a mapping is like; only items that hold others need to know."""
+    """Return the model for an item of a mapping; only items that hold others need one."""
     if isinstance(like, defaultdict) and key not in like and isinstance(stored, Mapping | list):
         return None if like.default_factory is None else like.default_factory()
     return like.get(key) if isinstance(like, Mapping) else None
 
 
 def _as_dict(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the items in a copy of another, since each class has a constructor of its own."""
+    """Return the items in a copy of another object, since each class has its own constructor."""
     if type(like) is dict:
         return items
     result = copy.copy(like)

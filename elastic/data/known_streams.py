@@ -1,7 +1,7 @@
-"""Knows what streams of other libraries do not tell: samples beside their state, orders by chance.
+"""Knows streams of other libraries whose state is incomplete or whose order is random.
 
 `SplitStream` takes what has a state for exact, and what has none for the same each time that it is
-read. Where a library's own objects show that this does not hold, it is told here. Their classes are
+read. This module recognizes a library's own objects for which that does not hold. Their classes are
 recognized by name, so that no library is imported for it.
 """
 
@@ -17,11 +17,12 @@ _MOST_ITEMS = 64
 
 
 def held_beside_state(stream: Any) -> str:
-    """Return what in a stream holds samples that its state leaves out; "" if nothing is known.
+    """Return the part of a stream with samples that its state leaves out; "" if none is known.
 
     Hugging Face's shuffle buffer (`datasets` 5.2, `BufferShuffledExamplesIterable`) is refilled
-    with later samples when a state is loaded, so that those in it are lost. What it interleaves by
-    probabilities goes on elsewhere in loader processes of torchdata's `StatefulDataLoader` (0.11).
+    with later samples when a state is loaded, so that those in it are lost. Sources that it
+    interleaves by probabilities resume elsewhere in loader processes of torchdata's
+    `StatefulDataLoader` (0.11).
     """
     in_processes = _is(stream, "torchdata", "StatefulDataLoader") and stream.num_workers > 0
     for part in _parts_of(stream):
@@ -33,9 +34,9 @@ def held_beside_state(stream: Any) -> str:
 
 
 def ordered_by_chance(stream: Any) -> str:
-    """Return what makes a stream give other samples each time it is read; "" if nothing is known.
+    """Return why a stream gives other samples each time it is read; "" if no reason is known.
 
-    Hugging Face's `shuffle` and `interleave_datasets` take a seed of the system's without one.
+    Without a seed, Hugging Face's `shuffle` and `interleave_datasets` take one from the system.
     WebDataset 1.0 seeds `shuffle` without a seed, and `resampled=True`, by the clock and process,
     and counts the epochs of `detshuffle` in the object.
     """
@@ -58,10 +59,10 @@ def ordered_by_chance(stream: Any) -> str:
 
 
 def told_the_epoch(stream: Any) -> list[Any]:
-    """Return what in a stream has `set_epoch` to be called: it, its `sampler`, its `dataset`.
+    """Return the objects of a stream whose `set_epoch` is to be called.
 
-    And each of Hugging Face's streams in it: in an epoch of the same number they would go back to
-    the state that was loaded.
+    They are the stream, its `sampler` and its `dataset`, and each of Hugging Face's streams in it:
+    in an epoch of the same number those would go back to the state that was loaded.
     """
     told = [stream, getattr(stream, "sampler", None), getattr(stream, "dataset", None)]
     told += [part for part in _parts_of(stream) if _is(part, "datasets", "IterableDataset")]
@@ -85,7 +86,7 @@ def _is(part: Any, library: str, name: str) -> bool:
 
 
 def _parts_of(stream: Any) -> Iterator[Any]:
-    """Yield a stream and what its attributes refer to, as far as that may be a stream."""
+    """Yield a stream and the objects that its attributes refer to, if they may be streams."""
     seen: set[int] = set()
     pending = [stream]
     while pending and len(seen) < _MOST_OBJECTS:
@@ -100,7 +101,7 @@ def _parts_of(stream: Any) -> Iterator[Any]:
             pending += list(part.values())[:_MOST_ITEMS]
             continue
         yield part
-        # Not what has no samples, such as a model that a tokenizer refers to.
+        # Not objects without samples, such as a model that a tokenizer refers to.
         if hasattr(type(part), "__iter__") or _is_of_library(part):
             pending += vars(part).values() if hasattr(part, "__dict__") else ()
 

@@ -26,7 +26,7 @@ class _Start:
 
 
 def with_prepared_workers(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments of torch's DataLoader by which only their rank ends its workers.
+    """Return arguments of torch's DataLoader with which only the rank ends its loader's workers.
 
     Signals that announce a node's end are left to the agent.
     """

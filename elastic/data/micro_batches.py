@@ -18,9 +18,9 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         batch: the collated samples.
-        loss_scale: factor for the mean loss of these samples: the gradients then add up, over the
-            micro-batches of a step, to that whose average over ranks is the global batch's.
-        is_last: whether the step has no further one.
+        loss_scale: factor for the mean loss of these samples. The gradients of a step's
+            micro-batches then add up so that their average over ranks is the global batch's.
+        is_last: whether it is the step's last one.
     """
 
     batch: Any
@@ -38,10 +38,10 @@ class Division:
 
 
 def divide(global_batch: int, at_most: int, rank: int, world_size: int) -> tuple[Division, ...]:
-    """Return the micro-batches of a rank: as few as possible, as many as each other rank has.
+    """Return the micro-batches of a rank: as few as possible, and equally many on all ranks.
 
-    Sizes differ by one at most. Where one would be empty, it has a sample of the share again, with
-    weight 0: only with `at_most` 1 and uneven shares.
+    Sizes differ by one at most. One that would be empty repeats a sample of the share with weight
+    0; this happens only with `at_most` 1 and uneven shares.
 
     Args:
         global_batch: samples per step over all ranks.

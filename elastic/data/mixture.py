@@ -21,9 +21,9 @@ T = TypeVar("T")
 class Mixture(Generic[T]):
     """A stream that draws each sample from one of several sources, at random by their weights.
 
-    Which source it is follows from the job's seed and the sample's place in the stream. Each source
-    is read in its own order, again and again. A mixture has as many partitions as that of its
-    sources which has fewest; one that is a plain iterable has a single one.
+    The job's seed and the sample's place in the stream determine the source. Each source is read in
+    its own order, again and again. A mixture has as many partitions as the source with the fewest;
+    a plain iterable has a single one.
 
     Args:
         sources: datasets with an index, iterables, or other sources.
@@ -42,7 +42,7 @@ class Mixture(Generic[T]):
         self._limits = [total / math.fsum(weights) for total in accumulate(weights)]
 
     def most_partitions(self) -> int | None:
-        """Return the least of the sources' numbers."""
+        """Return the smallest of the sources' numbers."""
         numbers = [source.most_partitions() for source in self._sources]
         return min((number for number in numbers if number is not None), default=None)
 
@@ -83,7 +83,7 @@ class _MixtureReader(Generic[T]):
     def read(self) -> T:
         drawn = mix(self._key, self._drawn) / 2**64
         self._drawn += 1
-        # Rounding may leave the last limit below what was drawn.
+        # Rounding may leave the last limit below the number drawn.
         return self._readers[min(bisect(self._limits, drawn), len(self._readers) - 1)].read()
 
     def state(self) -> Json:

@@ -36,7 +36,7 @@ def kept_state() -> Any:
 
 
 def restore_kept(state: Any) -> None:
-    """Restore what `kept_state` has returned, unless another kind of generator is there now."""
+    """Restore a result of `kept_state`, unless another kind of generator is there now."""
     if state["bit_generator"] != type(_generator()).__name__:
         return
     if _is_ours():
@@ -56,7 +56,7 @@ def stored_state() -> torch.Tensor | None:
 
 
 def restore_stored(state: torch.Tensor) -> None:
-    """Restore what `stored_state` has returned."""
+    """Restore a result of `stored_state`."""
     key, position, has_gauss, gauss = state.numpy().view(_STATE)[0].tolist()
     np.random.set_state(("MT19937", key, position, has_gauss, gauss))
 

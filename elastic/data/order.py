@@ -43,7 +43,7 @@ class DataOrder:
 
     @property
     def key(self) -> int:
-        """The key of what is random in this pass."""
+        """The key of this pass's randomness."""
         return pass_key(self.seed, self.pass_number)
 
     @property
@@ -85,7 +85,7 @@ class DataOrder:
 
 
 def pass_key(seed: int, pass_number: int) -> int:
-    """Return the key, of 64 bits, of what is random in a pass over the data; the first is 0."""
+    """Return the key, of 64 bits, of a pass's randomness; the first pass is 0."""
     return mix(seed, pass_number) if pass_number else seed & _MASK
 
 

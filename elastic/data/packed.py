@@ -25,8 +25,8 @@ class PackedRow(NamedTuple):
 
     Attributes:
         tokens: int64, of the row's length.
-        documents: int64, of the same length: which of the row's documents, from 0, each token is
-            of; for an attention mask and for positions.
+        documents: int64, of the same length: the number, from 0, of each token's document in the
+            row; for an attention mask and for positions.
     """
 
     tokens: torch.Tensor
@@ -63,7 +63,7 @@ class Packed:
 
 
 class _PackedReader:
-    """Keeps the document that it is in, and where the source was before that."""
+    """Keeps the current document, and the source's position before it."""
 
     def __init__(
         self, documents: PartitionReader[Document], length: int, before: Json, used: int
@@ -95,13 +95,13 @@ class _PackedReader:
         )
 
     def state(self) -> Json:
-        """Return where the row after the last one begins: in which document, and where in it."""
+        """Return where the next row begins: its document, and the offset in that."""
         return {"before": self._before, "used": self._used}
 
     def _current_document(self) -> torch.Tensor:
         """Return the document of the next token, or an empty one."""
         if self._document is None:
-            # The first one, or that which a resumed reader was in.
+            # The first one, or the one that a resumed reader was in.
             self._document = _tokens(self._documents.read())
         elif self._used >= len(self._document):
             self._before = self._documents.state()

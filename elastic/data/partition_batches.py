@@ -1,8 +1,8 @@
 """Reads the batches of a job from a source, whose partitions are divided among ranks.
 
 A rank, and in it each loader process, reads the partitions that give samples of its share of the
-global batches, and no others. Where a share ends within a partition, two ranks read that one. With
-each batch comes where the partitions that were read are after it, since loader processes are ahead.
+global batches, and no others. Where a share ends within a partition, two ranks read that one. Each
+batch carries the positions of its partitions after it, since loader processes are ahead.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ T = TypeVar("T")
 
 
 States = dict[int, Json]
-"""By partition, where it is."""
+"""The position in each partition, by its number."""
 
 
-class Piece(NamedTuple):
-    """What one loader process, or this one, has read of a rank's share of a global batch.
+class ReadShare(NamedTuple):
+    """The part of a rank's share of a global batch that one loader process, or this one, has read.
 
     Attributes:
-        content: the samples in their order; if it is the whole share, what `collate` made of them.
-        states: by partition, where it is afterwards; of this process, a function that returns it,
-            until the next piece is read.
+        content: the samples in their order; for a whole share, the batch that `collate` made.
+        states: by partition, its position afterwards. For this process it is a function that
+            returns the position until the next part is read.
     """
 
     content: Any
@@ -61,7 +61,7 @@ class PartitionBatches(Generic[T]):
     Args:
         source: what to read.
         global_batch: samples per step over all ranks.
-        begin: how many global batches earlier passes have.
+        begin: number of global batches of earlier passes.
         key: seed of the pass, 64 bits.
         shuffle, collate, workers, loader_options: as for `Job.batches`.
 
@@ -99,12 +99,12 @@ class PartitionBatches(Generic[T]):
         }
         self._pins = bool(loader_options.get("pin_memory")) and torch.accelerator.is_available()
         self._position: StreamPosition | None = None
-        # What was read last, until its position is asked for: a loader's state may cost much.
+        # The part read last, until its position is asked for: a loader's state may cost much.
         self._last: tuple[int, list[States | Callable[[], States]]] | None = None
         self._has_warned = False
 
     def position(self, batch: int) -> StreamPosition | None:
-        """Return where the source is after `batch` batches of the job; None if it is elsewhere."""
+        """Return the source's position after `batch` batches of the job; None if unknown."""
         if self._last is not None and self._last[0] == batch:
             with kept_generators():
                 self._position = self._position_after(*self._last)
@@ -123,7 +123,7 @@ class PartitionBatches(Generic[T]):
         )
 
     def resume(self, stored: StreamPosition | None) -> None:
-        """Have `position` tell of a position that was restored, until a batch is read."""
+        """Make `position` return a position that was restored, until a batch is read."""
         self._position, self._last = stored, None
 
     def loss_scale(self, rank: int, world_size: int) -> float:
@@ -147,8 +147,8 @@ class PartitionBatches(Generic[T]):
             rank: data-parallel rank.
             world_size: number of data-parallel ranks.
             divisions: the rank's micro-batches, if it is to have any.
-            stored: where the source was, at this position or before it; None: begin, and read up to
-                the position.
+            stored: the source's position, there or earlier; None: begin, and read up to the
+                position.
 
         Raises:
             UsageError: the global batch is smaller than `world_size`, or the stored position is
@@ -174,7 +174,7 @@ class PartitionBatches(Generic[T]):
         return self._batches(shares)
 
     def _resumed(self, first: int, stored: StreamPosition | None) -> tuple[int, Mapping[int, Json]]:
-        """Return the batch of the pass that reading begins at, and the states there."""
+        """Return the batch of the pass at which reading begins, and the states there."""
         if stored is None or stored.begin != self._begin or stored.batch - self._begin > first:
             return 0, {}
         if stored.partitioning != self._partitioning:
@@ -189,7 +189,7 @@ class PartitionBatches(Generic[T]):
     def _batches(self, shares: RankShares[T]) -> Iterator[Any]:
         workers = min(self._workers, len(shares.partitions))
         with kept_generators():
-            loader: DataLoader[Piece] = DataLoader(
+            loader: DataLoader[ReadShare] = DataLoader(
                 shares,
                 batch_size=None,
                 collate_fn=_as_it_is,  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ class PartitionBatches(Generic[T]):
             )
             pieces = iter(loader)
         for batch in range(shares.first, shares.batches.stop):
-            # If reading fails, then within a batch.
+            # Reading can fail only within a batch.
             self._position = self._last = None
             with kept_generators():
                 read = [next(pieces) for _ in range(max(1, workers))]
@@ -216,20 +216,20 @@ class PartitionBatches(Generic[T]):
 
 
 @dataclass(frozen=True)
-class RankShares(IterableDataset[Piece], Generic[T]):
-    """Yields a rank's share of each global batch; in a loader process, its piece of it.
+class RankShares(IterableDataset[ReadShare], Generic[T]):
+    """Yields a rank's share of each global batch, or a loader process's part of it.
 
     Attributes:
-        source: what is read.
+        source: the source to read.
         partitioning: how it is divided.
         partitions: those that have samples of the share.
         places: the places in each global batch that are the rank's.
         states: where the partitions are before the first of `batches`; none: at their beginning.
         batches: which global batches of the pass are read.
         first: the first of them that is yielded.
-        key: of what is random in the pass.
+        key: of the pass's randomness.
         shuffle: as for `Job.batches`.
-        collate: makes a batch of the samples of a share.
+        collate: makes a batch from the samples of a share.
     """
 
     source: Source[T]
@@ -243,13 +243,13 @@ class RankShares(IterableDataset[Piece], Generic[T]):
     shuffle: bool
     collate: ShareCollate[T]
 
-    def __iter__(self) -> Iterator[Piece]:
-        """Yield what this process reads."""
+    def __iter__(self) -> Iterator[ReadShare]:
+        """Yield the parts that this process reads."""
         worker = get_worker_info()
         return self.pieces(worker.id, worker.num_workers) if worker else self.pieces(0, 1)
 
-    def pieces(self, number: int, count: int) -> Iterator[Piece]:
-        """Yield piece `number` of `count` of each share."""
+    def pieces(self, number: int, count: int) -> Iterator[ReadShare]:
+        """Yield part `number` of `count` of each share."""
         own = self.partitions[slice(*share(len(self.partitions), number, count))]
         readers = {
             partition: self.source.open_partition(
@@ -263,17 +263,17 @@ class RankShares(IterableDataset[Piece], Generic[T]):
                 sample
                 for partition in own
                 for place in self.partitioning.places(partition)
-                # What belongs to another rank is read as well: the partition stays in step.
+                # Samples of other ranks are read as well: the partition stays in step.
                 for sample in [_read(readers[partition], partition)]
                 if place in self.places
             ]
             if batch >= self.first:
                 content = self.collated(batch, samples) if count == 1 else samples
                 states = partial(_states, readers)
-                yield Piece(content, states if get_worker_info() is None else states())
+                yield ReadShare(content, states if get_worker_info() is None else states())
 
     def collated(self, batch: int, samples: list[T]) -> Any:
-        """Return what `collate` makes of the whole share of a global batch."""
+        """Return the batch that `collate` makes from the whole share of a global batch."""
         number = batch * self.partitioning.global_batch + self.places.start
         seed_generators(mix(self.key, number))
         return self.collate(samples)
@@ -290,5 +290,5 @@ def _states(readers: Mapping[int, PartitionReader[Any]]) -> States:
     return {partition: reader.state() for partition, reader in readers.items()}
 
 
-def _as_it_is(piece: Piece) -> Piece:
+def _as_it_is(piece: ReadShare) -> ReadShare:
     return piece

@@ -1,10 +1,10 @@
 """Divides global batches among a stream's partitions, and partitions among ranks. Pure.
 
 A stream is read in partitions, each in order and by itself. Each partition gives the samples of the
-same places of every global batch. How many there are follows from the stream and the global batch
-alone, so the order of samples depends neither on the number of ranks nor on that of loader
-processes: these only determine who reads which partitions. As in Kafka, a position is kept for each
-partition and not for its reader.
+same places of every global batch. Their number follows from the stream and the global batch alone.
+So the order of samples depends neither on the number of ranks nor on that of loader processes:
+these only determine who reads which partitions. As in Kafka, a position is kept for each partition
+and not for its reader.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from keepstep.elastic.data.order import mix, share
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """`count` partitions, of which each gives at least one of `global_batch` samples."""
+    """`count` partitions, each giving at least one of `global_batch` samples."""
 
     global_batch: int
     count: int
 
     def places(self, partition: int) -> range:
-        """Return the places in each global batch of which a partition gives the samples."""
+        """Return the places in each global batch that a partition's samples take."""
         return range(*share(self.global_batch, partition, self.count))
 
     def of_rank(self, rank: int, world_size: int) -> range:
@@ -41,12 +41,12 @@ class Partitioning:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """One partition of a source, and what its order follows from.
+    """One partition of a source, and the values that determine its order.
 
     Attributes:
         number: from 0.
         count: how many there are.
-        key: of what is random in the source, 64 bits; the same for all of its partitions.
+        key: of the source's randomness, 64 bits; the same for all of its partitions.
         shuffle: whether a source that knows its samples or shards beforehand permutes them.
     """
 

@@ -1,4 +1,4 @@
-"""Says how far a job is: in its steps, and in its data. Pure."""
+"""Represents a job's progress: in its steps, and in its data. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from keepstep.elastic.data.partitions import Partitioning
 from keepstep.elastic.errors import UsageError
 
 NO_POSITION: Json = {}
-"""What is stored where no stream is read."""
+"""Stored where no stream is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPosition:
-    """Where the partitions of a stream are after a number of global batches.
+    """Positions in the partitions of a stream after a number of global batches.
 
     Attributes:
         begin: the first global batch of the pass that reads the stream.
         batch: number of global batches consumed, of earlier passes too.
         partitioning: how the stream is divided.
-        states: by partition, where its reader is; those that some rank reads.
+        states: by partition, its reader's position; only of partitions that some rank reads.
     """
 
     begin: int
@@ -31,7 +31,7 @@ class StreamPosition:
     states: Mapping[int, Json]
 
     def document(self) -> Json:
-        """Return what all ranks store alike."""
+        """Return the document that is equal on all ranks."""
         return {
             "begin": self.begin,
             "batch": self.batch,
@@ -51,11 +51,11 @@ class StreamPosition:
         data_rank: int,
         data_size: int,
     ) -> Self | None:
-        """Return the position of what a rank reads; None if there is none that it could read.
+        """Return the position of a rank's partitions; None if it has none that it could read.
 
         Args:
             document: what `document` returned, or `NO_POSITION`.
-            documents: what `documents` returned on all ranks, of any number.
+            documents: the results of `documents` on all ranks, of any number.
             data_rank: data-parallel rank, now.
             data_size: number of data-parallel ranks, now.
         """
@@ -78,7 +78,7 @@ class StreamPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedPass:
-    """A pass over a dataset with an index: what the meaning of a number of batches depends on.
+    """A pass over a dataset with an index: the values that give a number of batches its meaning.
 
     Attributes:
         begin: the first global batch of the pass.
@@ -93,12 +93,12 @@ class IndexedPass:
     samples: int
 
     def document(self) -> Json:
-        """Return what all ranks store alike."""
+        """Return the document that is equal on all ranks."""
         return asdict(self)
 
     @classmethod
     def restore(cls, document: Json) -> Self | None:
-        """Return the pass that `document` returned; None for None."""
+        """Parse a result of `document`; None for None."""
         return None if document is None else cls(**document)
 
     def check_continues(self, stored: IndexedPass, batch: int) -> None:

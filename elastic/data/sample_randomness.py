@@ -1,9 +1,9 @@
-"""Seeds what datasets draw at random by the sample's number in the job.
+"""Seeds the random numbers that datasets draw, by the sample's number in the job.
 
 An augmentation then depends neither on the number of ranks and loader processes nor on where a run
 resumed, and takes nothing from the generators that belong to the training state. A dataset that
-reads several samples at once, by a `__getitems__` of its own, is seeded once for each share that a
-rank reads of a batch: what it draws depends on the number of ranks.
+reads several samples at once, by a `__getitems__` of its own, is seeded once for each share of a
+batch that a rank reads: its random numbers depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def seeded(dataset: Dataset[T], seed: int) -> SeededSamples[T]:
 
 
 def _reads_several(dataset: Any) -> bool:
-    """Whether a dataset has a way of its own to read several samples at once."""
+    """Return whether a dataset itself can read several samples at once."""
     # A subset has `__getitems__` whatever it is made of, and may only read one after another.
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset

@@ -1,4 +1,4 @@
-"""Reads streams that lie in shards, such as files, each of which can be read from an offset."""
+"""Reads streams that lie in shards, such as files, each readable from an offset."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ShardedStream(Generic[S, T]):
     next epoch sooner.
 
     Args:
-        shards: what names them, such as paths; the same on all ranks.
+        shards: their names, such as paths; the same on all ranks.
         read: reads a shard from an offset: yields each sample with the offset of the next one. An
             offset is 0 at the shard's beginning; others are JSON, such as a position in the file.
-        partitions: how many shards are read at a time by all ranks together, at most. Default: one
+        partitions: greatest number of shards that all ranks together read at a time. Default: one
             for each sample of a global batch. The order of the samples depends on it.
     """
 
@@ -80,7 +80,7 @@ class _ShardReader(Generic[S, T]):
         self._samples: Iterator[tuple[T, Any]] | None = None
 
     def read(self) -> T:
-        # What `read` draws for a sample follows from the sample alone.
+        # The random numbers of `read` follow from the sample alone.
         seed_generators(self._partition.seed(self._read))
         read_shards = 0
         while True:

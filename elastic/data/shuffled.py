@@ -52,7 +52,7 @@ class Shuffled(Generic[T]):
 
 
 class _ShuffledReader(Generic[T]):
-    """Keeps the block that it is in, and where the source was before that."""
+    """Keeps the current block, and the source's position before it."""
 
     def __init__(self, reader: PartitionReader[T], partition: Partition, state: Json) -> None:
         self._reader = reader
@@ -63,7 +63,7 @@ class _ShuffledReader(Generic[T]):
 
     def read(self) -> T:
         if not self._samples:
-            # The first block, the next one, or that which a resumed reader was in.
+            # The first block, the next one, or the one that a resumed reader was in.
             self._samples = [self._reader.read() for _ in range(self._size)]
         place = self._given
         if self._partition.shuffle:

@@ -1,4 +1,4 @@
-"""Makes sources of the two kinds of datasets that are none: those with an index, and streams."""
+"""Adapts datasets with an index, and plain streams, to the interface of a source."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from keepstep.elastic.errors import UsageError
 T = TypeVar("T")
 
 AnySource = Source[T] | Dataset[T] | Stream[T]
-"""What `Mixture` and `Packed` read from."""
+"""The inputs that `Mixture` and `Packed` accept."""
 
 
 def as_source(dataset: AnySource[T]) -> Source[T]:
-    """Return a source of any dataset.
+    """Return any dataset as a source.
 
     Raises:
         UsageError: the dataset is empty, or can be read only once.
@@ -35,16 +35,16 @@ def as_source(dataset: AnySource[T]) -> Source[T]:
         if _is_read_once(dataset):
             raise UsageError(
                 f"a {type(dataset).__name__} can be read only once, and after a recovery the job "
-                "would go on with other samples: give an object whose __iter__ begins anew, or "
+                "would go on with other samples: give an object whose __iter__ begins again, or "
                 "keepstep.SplitStream(make, most=1), which makes the iterator when it is read"
             )
-        # Nothing but the whole can be read of it: in one partition, by every rank.
+        # It can only be read as a whole: in one partition, by every rank.
         return SplitStream(_Whole(dataset), 1)
     return _Indexed(cast("Dataset[T]", dataset))
 
 
 def _instead_of(loader: DataLoader[Any]) -> str:
-    """Return why a loader is refused, with the line to write."""
+    """Return the reason for refusing a loader, with the line to write instead."""
     arguments = ["dataset", f"global_batch={loader.batch_size} * NUMBER_OF_RANKS"]
     if loader.num_workers:
         arguments.append(f"workers={loader.num_workers}")
@@ -60,7 +60,7 @@ def _instead_of(loader: DataLoader[Any]) -> str:
 
 
 def _is_read_once(stream: Iterable[T]) -> bool:
-    """Whether a stream is an iterator, such as a generator, that nothing sets back."""
+    """Return whether a stream is an iterator that cannot be rewound, such as a generator."""
     if isinstance(stream, Positioned | IterableDataset) or not isinstance(stream, Iterator):
         return False
     # `__iter__` of a class of the user's own may set it back; that of built-in types does not.
@@ -69,7 +69,7 @@ def _is_read_once(stream: Iterable[T]) -> bool:
 
 
 class _Whole(Generic[T]):
-    """Gives a stream as its only part; not a function, as loader processes may be sent it."""
+    """Returns a stream as its only part; a class, since it may be sent to loader processes."""
 
     def __init__(self, stream: Stream[T]) -> None:
         self._stream = stream

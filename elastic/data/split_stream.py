@@ -1,7 +1,7 @@
 """Reads streams that another library can divide into parts, and loaders of other libraries.
 
 A part is any iterable. One with `state_dict` and `load_state_dict`, such as torchdata's
-`StatefulDataLoader`, goes on where it was; any other is read again up to there.
+`StatefulDataLoader`, resumes at its position; any other is read again up to there.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _END = object()
 
 
 class SplitStream(Generic[T]):
-    """A stream in parts, each of which is an iterable by itself.
+    """A stream in parts, each an iterable by itself.
 
     At the end of a part it is iterated again; if it, its `sampler` or its `dataset` has
-    `set_epoch`, that is called before with the number of times that the part was read.
+    `set_epoch`, that is called first with the number of times that the part was read.
 
     Args:
-        make: returns a part by its number and the number of parts: always the same samples, and no
-            two parts the same. How many ranks there are does not matter: a part is read by one
-            rank after another, and a rank may read several.
-        most: into how many parts it can be divided; None: as many as a global batch has samples.
+        make: returns a part, given its number and the number of parts. A part always has the same
+            samples, and no two parts share any. The number of ranks does not matter: a part is read
+            by one rank after another, and a rank may read several.
+        most: greatest number of parts; None: as many as a global batch has samples.
     """
 
     def __init__(self, make: Callable[[int, int], Iterable[T]], most: int | None = None) -> None:
@@ -83,7 +83,7 @@ class _PartReader(Generic[T]):
         self, part: Iterable[T], partition: Partition, state: Json, *, has_whole_state: bool
     ) -> None:
         self._part = part
-        # What has none goes on by being read again up to the position.
+        # A stream without a state is read again up to the position.
         self._positioned = part if has_whole_state and isinstance(part, Positioned) else None
         self._partition = partition
         self._told_the_epoch = told_the_epoch(part)
@@ -134,12 +134,13 @@ class _PartReader(Generic[T]):
                 )
             self._epoch, self._read_of_epoch = self._epoch + 1, 0
             self._set_epoch()
-        # What a loader draws here does not shift what is drawn for the sample: `_next` seeds anew.
+        # Random numbers of a loader do not shift those of the sample: `_next` seeds again.
         self._iterator = iter(self._part)
 
     def state(self) -> Json:
         if self._iterator is None:
-            # Asked for its position a loader draws the seed of its order, if it has not yet.
+            # A loader that is asked for its position draws the seed of its order, if it has not
+            # yet.
             seed_generators(self._partition.seed(self._read))
         position = None
         if self._positioned is not None:
@@ -152,6 +153,6 @@ class _PartReader(Generic[T]):
         }
 
     def _set_epoch(self) -> None:
-        """Tell the part how often it was read, if it shuffles by that."""
+        """Call `set_epoch` with the number of times that the part was read, if it has that."""
         for told in self._told_the_epoch:
             told.set_epoch(self._epoch)

@@ -31,7 +31,8 @@ from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.verdicts import Verdict
 
 _MAX_VERDICTS = 16
-"""Only the costliest are published: more have one cause, and a coordinator key must stay small."""
+"""Only the costliest are published: further ones share a cause, and a coordinator key must stay
+small."""
 _MAX_EVIDENCE_LINES = 6
 _MAX_CHARACTERS = 300
 _MAX_RANKS = 64
@@ -87,7 +88,7 @@ def needs_publishing(last: PublishedVerdicts | None, current: PublishedVerdicts)
 
 
 def enforceable_kind(view: View, action: EnforcementAction) -> ActionKind:
-    """Return what of an action the job allows: a restart, where no node can be replaced.
+    """Return the kind of action that the job allows: a restart, where no node can be replaced.
 
     No node is replaced that the job cannot do without: it would stand still or end.
     """
@@ -131,7 +132,7 @@ def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) ->
 
 
 def _replaceable_nodes(view: View, action: EnforcementAction) -> tuple[str, ...]:
-    """Return the nodes to replace that are evicted already or can be."""
+    """Return the nodes to replace that are evicted already, or can be."""
     limits = limits_of(view)
     return tuple(
         node

@@ -1,4 +1,4 @@
-"""What a leader may do to a job: one of these at a time, performed as one transaction."""
+"""Defines the actions of a leader: one at a time, each performed as one transaction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class OrderAbort:
-    """Have the workers of a generation that closes abort their collectives: all are fenced."""
+    """Let the workers of a closing generation abort their collectives: all are fenced."""
 
     order: AbortOrder
 
@@ -106,7 +106,7 @@ class RecordRecovery:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Ask a node to leave on which the job fails again and again."""
+    """Ask a node to leave because the job fails on it again and again."""
 
     node: str
     eviction: Eviction

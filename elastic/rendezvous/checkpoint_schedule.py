@@ -1,4 +1,4 @@
-"""Decides when a snapshot is stored, what its holders write, and when it is published. Pure."""
+"""Decides when a snapshot is stored, which parts holders write, and when it is published. Pure."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _MAX_PAUSE_S = 300.0
 
 _PARTS_S = 3600.0
 _PARTS_RATIO = 10.0
-"""Parts are waited for as long, or so many times as long as the last checkpoint took."""
+"""Parts are waited for this long, or for this multiple of the last checkpoint's time."""
 
 FINAL_ATTEMPTS = 5
-"""How often in a row storing the last step may fail, over half a minute, before the job fails."""
+"""Failures in a row to store the last step, over half a minute, before the job fails."""
 
 
 def begin_persist_if_due(
@@ -62,7 +62,7 @@ def begin_persist_if_due(
     )
     finishing = all(record.finishing for record in present) and step == max(r.step for r in present)
     failed = view.store_failure
-    # A time that lies ahead is of a leader whose clock was: it is not waited for.
+    # A time in the future comes from a leader whose clock was ahead: it is not waited for.
     if failed is not None and (
         failed.at_s <= wall_s < retry_at_s(failed) or (failed.step >= step and not finishing)
     ):
@@ -85,9 +85,9 @@ def is_stored(view: View, step: int) -> bool:
 
 
 def differing_urls(records: Iterable[NodeRecord]) -> str | None:
-    """Return what is wrong if the nodes' scripts name several places for checkpoints, else None.
+    """Return an error if the nodes' scripts name several places for checkpoints, else None.
 
-    Nothing could be stored then, and each rank would wait for ever for the last step to be.
+    Nothing could be stored then, and each rank would wait for the last step for ever.
     """
     first: NodeRecord | None = None
     for record in records:
@@ -98,8 +98,8 @@ def differing_urls(records: Iterable[NodeRecord]) -> str | None:
         if record.checkpoint_url != first.checkpoint_url:
             return (
                 f"the ranks on {first.node} store checkpoints at {first.checkpoint_url}, those on "
-                f"{record.node} at {record.checkpoint_url}; give all ranks the same URL, made of "
-                "what they all know, such as the job's name, and not of the time or the host"
+                f"{record.node} at {record.checkpoint_url}; give all ranks the same URL, made from "
+                "values that they share, such as the job's name, and not from the time or the host"
             )
     return None
 
@@ -107,7 +107,7 @@ def differing_urls(records: Iterable[NodeRecord]) -> str | None:
 def _request(
     view: View, commit: SnapshotCommit, records: Sequence[NodeRecord], wall_s: float
 ) -> PersistRequest:
-    """Return the request to store a snapshot where and as the nodes' scripts say, which agree."""
+    """Return the request to store a snapshot as the nodes' scripts say, which agree."""
     record = next(record for record in records if record.checkpoint_url)
     assert record.checkpoint_url is not None, "it was just looked for"
     return PersistRequest(
@@ -125,8 +125,8 @@ def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
     """Record the checkpoint that the job has resumed from, if it is not the one that is recorded.
 
     An earlier launch has stored it: it need not be stored again, and numbers of generations in
-    storage go on from there. Or what this launch has stored since is damaged, or was undone because
-    a step was rejected: that does not count as stored any more.
+    storage go on from there. Or a later checkpoint of this launch is damaged, or was undone because
+    a step was rejected: it does not count as stored any more.
     """
     if view.generation is None:
         return None
@@ -147,9 +147,9 @@ def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
 
 
 def _replaces_recorded(view: View, step: int) -> bool:
-    """Whether a checkpoint of this step, that the generation has resumed from, is to be recorded.
+    """Whether to record a checkpoint of this step, from which the generation has resumed.
 
-    What is recorded stands if the generation has stored it itself.
+    A recorded checkpoint that the generation itself has stored stands.
     """
     generation, recorded = view.generation, view.checkpoint
     if recorded is None or generation is None:
@@ -160,8 +160,8 @@ def _replaces_recorded(view: View, step: int) -> bool:
 def is_undone(view: View, commit: SnapshotCommit) -> bool | None:
     """Whether the generation has gone on from an older state than a snapshot before it.
 
-    It does so after a rejected step. None: rank 0 has not said yet what the generation goes on
-    from, so that the snapshot must not be stored now.
+    It does so after a rejected step. None: rank 0 has not reported yet from which state the
+    generation goes on, so the snapshot must not be stored now.
     """
     generation = view.generation
     if generation is None or commit.snapshot.generation >= generation.generation:
@@ -173,7 +173,7 @@ def is_undone(view: View, commit: SnapshotCommit) -> bool | None:
 
 
 def _is_storage_known(view: View) -> bool:
-    """Whether rank 0 has reported what it found in storage, if it has looked there."""
+    """Whether rank 0 has reported the checkpoint that it found in storage, if it has looked."""
     if view.checkpoint is not None or view.generation is None or view.generation.resume is not None:
         return True
     return _has_rank_0_restored(view.generation, _of_generation(view))
@@ -193,7 +193,7 @@ def _of_generation(view: View) -> Iterator[NodeRecord]:
 
 
 def _run(view: View) -> str:
-    """Return a name of this run of the job, from the secret that is drawn anew for each."""
+    """Return a name of this run of the job, from the secret that is drawn for each run."""
     return hashlib.sha256(b"run " + (view.secret or b"")).hexdigest()[:12]
 
 
@@ -202,7 +202,7 @@ def _base(view: View) -> int:
 
 
 def given_up_at_s(view: View, request: PersistRequest) -> float:
-    """Return how long the parts of a checkpoint are waited for, until when in wall-clock seconds.
+    """Return the deadline for the parts of a checkpoint, in wall-clock seconds.
 
     Storage that hangs, such as a network file system, may never answer. After each failure in a row
     the next attempt has twice as long: the storage may only be slow.
@@ -213,7 +213,7 @@ def given_up_at_s(view: View, request: PersistRequest) -> float:
 
 
 def parts_awaited_until_s(view: View, now_s: float, wall_s: float) -> float | None:
-    """Return until when the parts of a checkpoint are waited for, in monotonic seconds."""
+    """Return the deadline for the parts of a checkpoint, in monotonic seconds."""
     if view.persist is None:
         return None
     return now_s + max(0.0, given_up_at_s(view, view.persist) - wall_s)
@@ -222,7 +222,7 @@ def parts_awaited_until_s(view: View, now_s: float, wall_s: float) -> float | No
 def continue_persist(
     view: View, request: PersistRequest, wall_s: float
 ) -> Publish | CancelPersist | None:
-    """Publish what is being stored once all holders have written their parts.
+    """Publish the checkpoint that is being stored once all holders have written their parts.
 
     It is cancelled if one fails, does not answer, or is gone: a holder that is no member of the
     current generation may go without ending it, and its part with it.
@@ -251,7 +251,7 @@ def continue_persist(
 
 
 def cancel_persist(view: View, request: PersistRequest, reason: str) -> CancelPersist:
-    """Give up an attempt to store, and count it with those that failed right before it."""
+    """Abandon an attempt to store, and count it with those that failed right before it."""
     failed = view.store_failure
     return CancelPersist(
         request, reason, failed.count + 1 if failed and _fails_in_a_row(view) else 1
@@ -274,7 +274,7 @@ def retry_at_s(failed: StoreFailure) -> float:
 
 
 def _answer(view: View, request: PersistRequest, node: str) -> Mapping[str, Any] | None:
-    """Return what a holder has answered to this request; None while it has not."""
+    """Return a holder's answer to this request; None while there is none."""
     joined = view.nodes.get(node)
     part = joined.record.persisted if joined is not None else None
     snapshot = request.commit.snapshot
@@ -298,7 +298,7 @@ class PartAttempt:
     def name(self) -> str:
         """The attempt's name in storage: no other attempt has it.
 
-        It ends with the run, by which a server knows what its own job has stored.
+        It ends with the run, by which a server recognizes its own job's attempts.
         """
         return f"{self.revision}-{self.request.run}"
 
@@ -320,7 +320,7 @@ def next_part(
 
     Args:
         view: the node's view.
-        server: where its snapshot server is reached.
+        server: the address of its snapshot server.
         entered: the generation that the node has entered.
         begun: the attempt that it has begun last.
     """
@@ -344,8 +344,8 @@ def persist_before_leaving(
 ) -> Action | None:
     """Store the newest snapshot before its holders leave: too few nodes stay to resume from it.
 
-    One that storage completes is stored: its holders are then those that have not left yet. Who
-    holds it may be no member any more: the members that took over may all be lost.
+    One that storage completes is stored: its holders are then those that have not left yet. A
+    holder may be no member any more: the members that took over may all be lost.
     """
     if resume is None or resume.stored or absent_holders(view, resume):
         return None
@@ -357,7 +357,7 @@ def persist_before_leaving(
 def persist_before_pausing(
     view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None, wall_s: float
 ) -> Action | None:
-    """Store the newest snapshot before nobody trains, if all that hold it are here."""
+    """Store the newest snapshot before training stops, if all its holders are here."""
     if resume is None or resume.stored or absent_holders(view, resume):
         return None
     if view.snapshot != resume:

@@ -1,7 +1,7 @@
 """Decides when a generation closes, and how it ends. Pure.
 
 A generation closes in good order, so that its last snapshot is committed, or by an abort. Where an
-abort may leave garbage, nobody is told to abort before nobody can seal any more.
+abort may leave garbage, it is ordered only once no rank can seal any more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_ranks,
     eligible,
-    newest_told,
+    newest_known_commit,
     rank_limits,
     records_in,
 )
@@ -43,7 +43,7 @@ def reason_to_close(
 
     Args:
         policy: the job's limits.
-        view: what the coordinator holds.
+        view: the coordinator's content.
         generation: the one that runs.
         present: the records of its members that are present.
         wall_s: wall-clock seconds.
@@ -65,11 +65,11 @@ def reason_to_close(
     here = {record.node for record in present}
     lost = [member.node for member in generation.members if member.node not in here]
     if lost and not any(failure.kind.is_cause for failure in failures):
-        # What is lost explains the collectives that broke.
+        # A lost node explains the broken collectives.
         since_s = min((failure.at_s for failure in failures), default=wall_s)
         return Closing(number, f"lost {', '.join(lost)}", True, since_s)
     if failures:
-        first = _told(failures)
+        first = _close_reason(failures)
         named = (
             standstill.cause_by_monitor(view.current_verdicts)
             if first.kind is FailureKind.STANDSTILL
@@ -168,7 +168,7 @@ def order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> O
     """Return the order to abort, once every member whose workers may still write is fenced.
 
     An aborted collective returns garbage, also to peers that have not aborted, and nothing raises
-    there. So nobody may seal any more before the first one aborts.
+    there. So no rank may still be able to seal when the first one aborts.
     """
     undrained = set(draining(present, old))
     writing = [record for record in present if record.node in undrained]
@@ -176,11 +176,11 @@ def order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> O
     if view.abort_order is not None or not writing or not is_fenced:
         return None
     all_fenced = len(present) == len(old.members)
-    return OrderAbort(AbortOrder(old.generation, all_fenced, newest_told(present, old)))
+    return OrderAbort(AbortOrder(old.generation, all_fenced, newest_known_commit(present, old)))
 
 
 def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Closing | None:
-    """Return how a generation closes that something breaks while it closes in good order.
+    """Return how a generation closes that breaks while it closes in good order.
 
     Its ranks wait for the commit of their last snapshot, which then never comes.
     """
@@ -193,16 +193,16 @@ def break_off(view: View, old: Generation, present: Sequence[NodeRecord]) -> Clo
     if lost:
         why = f"lost {', '.join(lost)}"
     elif failures:
-        why = _told(failures).summary
+        why = _close_reason(failures).summary
     else:
         return None
     return replace(closing, abort=True, reason=f"{closing.reason}; then {why}")
 
 
-def _told(failures: Sequence[Failure]) -> Failure:
+def _close_reason(failures: Sequence[Failure]) -> Failure:
     """Return the failure that is a generation's reason: the first cause, else the first of all.
 
-    What a script raises while it stands still says more than that it does.
+    A script's exception during a standstill says more than the standstill.
     """
     return min(
         failures,
@@ -215,7 +215,7 @@ def _told(failures: Sequence[Failure]) -> Failure:
 
 
 def _is_finishing(present: Iterable[NodeRecord]) -> bool:
-    """Whether a node has done its last step, so that no other generation is worth its while."""
+    """Whether a node has done its last step, so that another generation would be in vain."""
     return any(record.finishing or record.phase is NodePhase.DONE for record in present)
 
 

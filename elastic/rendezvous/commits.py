@@ -1,16 +1,16 @@
-"""Decides what is announced as committed, who believes it, and when the coordinator is told. Pure.
+"""Decides which commits are announced, believed, and written to the coordinator. Pure.
 
 A snapshot is committed once every member of its generation protects it. The leader announces that
-to the agents directly. The coordinator is told seldom: which snapshot is the newest is decided from
-the members' own records when their generation closes, and these are written anyway.
+to the agents directly. It is seldom written to the coordinator: when a generation closes, the
+newest snapshot is decided from the members' own records, which are written anyway.
 
 Invariants:
-- What is announced was reported as protected by every member of its generation.
-- A node believes no announcement of a generation in which it is fenced or has drained, so that what
-  its record says then stays true.
-- A node frees nothing that it is asked to store before it has begun to: an announcement counts once
-  the node sees the request that stood when it was made. The exception is a coordinator that has not
-  answered the writer of the request, or has not shown it to the node, for seconds.
+- Every member of its generation has reported an announced snapshot as protected.
+- A node believes no announcement of a generation in which it is fenced or has drained, so that its
+  record stays true from then on.
+- A node frees nothing that it is asked to store before it has begun to store it: an announcement
+  counts once the node sees the request that stood when it was made. The exception is a coordinator
+  that has not answered the writer of the request, or has not shown it to the node, for seconds.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from keepstep.elastic.rendezvous.reports import Reports
 from keepstep.elastic.rendezvous.view import View
 
 _CLOCK_TOLERANCE_S = 0.1
-"""Two clocks that are read one after the other differ from one time to the next."""
+"""The difference between two clocks that are read one after the other varies by this much."""
 
 HOLD_S = 2.0
-"""How long a commit waits for a request to store, at most: to be announced, and to be believed.
+"""Longest time that a commit waits for a request to store, both to be announced and to be believed.
 
-Less than what is left of a lease that was not renewed the last time.
+It is less than the rest of a lease that was not renewed the last time.
 """
 
 COMMIT_INTERVAL_S = 5.0
-"""How often the coordinator is told of a commit that nobody needs there, at most."""
+"""Shortest interval between commits that are written to the coordinator for observers only."""
 
 
 class Announcements:
-    """What a leader has announced, and whether it may announce more."""
+    """A leader's announcements, and whether it may make more."""
 
     def __init__(self) -> None:
         self._last: CommitAnnouncement | None = None
@@ -55,18 +55,19 @@ class Announcements:
         self._held_since_s: float | None = None
         """Since when a commit is held back for a request to store, in wall-clock seconds."""
         self._answered_s = math.inf
-        """When the coordinator was last asked for what it has answered; infinity: not known."""
+        """When the coordinator's last answered request was sent; infinity: not known."""
 
     def next(self, view: View, reports: Reports, wall_s: float) -> CommitAnnouncement | None:
-        """Return what the leader announces now; None if there is nothing new.
+        """Return the leader's next announcement; None if there is nothing new.
 
-        In a generation that closes, commits go through the coordinator: whoever opens the next one
-        has to see them.
+        In a generation that closes, commits go through the coordinator: the leader that opens the
+        next one has to see them.
 
-        A commit frees what is to be stored, so it is held back until that is asked for; but not
-        for longer than a coordinator takes that answers, nor while it has answered nothing for as
-        long. In an outage nodes would else protect nothing newer, and all leases may end with it. A
-        request that comes too late fails, and is made again for a newer snapshot.
+        A commit frees the snapshot to be stored, so it is held back until that is requested. It is
+        not held back for longer than a working coordinator takes, nor while the coordinator has
+        answered nothing for as long. In an outage nodes would otherwise protect nothing newer, and
+        all leases may end with it. A request that comes too late fails, and is made again for a
+        newer snapshot.
 
         Args:
             view: the leader's view, with the reports folded in.
@@ -85,16 +86,16 @@ class Announcements:
 
     @property
     def held_until_s(self) -> float | None:
-        """When what is held back is to be announced, in wall-clock seconds; None if nothing is.
+        """When to announce a commit that is held back, in wall-clock seconds; None without one.
 
-        No report need come before: ranks wait for the announcement.
+        It does not depend on another report: ranks wait for the announcement.
         """
         if self._held_since_s is None:
             return None
         return min(self._held_since_s, self._answered_s) + HOLD_S
 
     def note_answer(self, asked_s: float) -> None:
-        """Note that the coordinator has answered what it was asked then, in wall-clock seconds."""
+        """Note that the coordinator has answered a request of this time, in wall-clock seconds."""
         self._answered_s = asked_s
 
     def note_sent(self, action: Action) -> None:
@@ -103,7 +104,7 @@ class Announcements:
             self._sent = action
 
     def note_shown(self) -> None:
-        """Note that the view shows the newest action: none that was sent before comes any more."""
+        """Note that the view shows the newest action: no earlier one comes any more."""
         self._sent = None
 
     def _is_held_back(self, view: View, generation: Generation, wall_s: float) -> bool:
@@ -115,7 +116,8 @@ class Announcements:
         return self.held_until_s is not None and wall_s < self.held_until_s
 
     def _may_be_asked_for(self, view: View, generation: Generation, wall_s: float) -> bool:
-        """Whether a request to store what the next announcement frees is due, or on its way."""
+        """Whether a request to store the snapshot that the next announcement frees is due or
+        pending."""
         if isinstance(self._sent, Persist):
             return True
         committed = [view.snapshot, self._sent.commit if self._sent is not None else None]
@@ -132,14 +134,14 @@ def needs_decision(
 ) -> bool:
     """Whether a leader that has announced a snapshot has to decide at once, and not later.
 
-    It does not if all that is left is to tell the coordinator of it, and the leader decides again
-    when that is due.
+    It does not if only the write to the coordinator is left, and the leader decides again when that
+    is due.
 
     Args:
         view: the leader's view, with the reports folded in.
         announced: the snapshot.
         wall_s: wall-clock seconds.
-        decides_in_s: in how many seconds the leader decides again whatever comes; None: never.
+        decides_in_s: seconds until the leader decides again in any case; None: never.
     """
     generation, known = view.generation, view.snapshot
     if generation is None or known is None or decides_in_s is None:
@@ -158,20 +160,20 @@ def next_commit(
     ended: int = 0,
     waited_s: float = 0.0,
 ) -> SnapshotId | None:
-    """Return the committed snapshot of which a node's server and workers are to be informed.
+    """Return the committed snapshot to pass on to a node's server and workers.
 
-    A commit frees everything older, which a request of its generation may be about to store: a node
-    begins its part first, and for that it has to enter the generation.
+    A commit frees everything older, including a snapshot that a request of its generation may be
+    about to store. A node begins its part first, and for that it has to enter the generation.
 
     Args:
         view: the node's view.
         entered: the generation that the node has entered.
-        known: the snapshot of which they were informed last.
+        known: the snapshot that was passed on last.
         announced: the newest announcement that has come.
         ended: the newest generation in which the node is fenced or has drained.
-        waited_s: for how long announcements have come that the view does not confirm, or the
-            coordinator has answered nothing, if that is longer. It is not waited for longer than a
-            coordinator takes that answers: all ranks wait for this node.
+        waited_s: how long announcements have come that the view does not confirm, or the
+            coordinator has not answered, if that is longer. The node waits no longer than a working
+            coordinator takes: all ranks wait for this node.
     """
     if entered != view.generation_number:
         return None
@@ -190,7 +192,7 @@ def commit_of(view: View, generation: Generation, present: Sequence[NodeRecord])
     """Return the commit of the newest snapshot that all members protect; None if it is not new.
 
     Args:
-        view: what the coordinator holds.
+        view: the coordinator's content.
         generation: whose snapshots count.
         present: the records of its members that are present.
     """
@@ -207,10 +209,10 @@ def commit_of(view: View, generation: Generation, present: Sequence[NodeRecord])
 def is_due(
     view: View, commit: SnapshotCommit, present: Sequence[NodeRecord], wall_s: float
 ) -> bool:
-    """Whether the coordinator is told of a commit now.
+    """Whether a commit is written to the coordinator now.
 
-    That is the first of a generation, which lets holders of older ones go; one that is to be
-    stored; the last one; and from time to time any, for those who watch the job.
+    These are the first of a generation, which releases holders of older ones; one that is to be
+    stored; the last one; and from time to time any, for observers of the job.
     """
     known = view.snapshot
     if known is None or known.snapshot.generation < commit.snapshot.generation:

@@ -1,4 +1,4 @@
-"""Makes the leader's decisions, as a pure function of what the coordinator holds.
+"""Makes the leader's decisions, as a pure function of the coordinator's content.
 
 The leader mirrors the job's keys, calls `decide` and performs the action that it returns in a
 transaction, which fails unless the node still leads and nothing else has been decided
@@ -15,7 +15,8 @@ Invariants:
 - A node that was a member and may be one again keeps its ranks, as far as the number of nodes
   allows.
 - A snapshot is committed when every member of its generation has sealed it and has its parity.
-  Agents are told at once (`keepstep.elastic.rendezvous.commits`), the coordinator when it is due.
+  The commit is sent to agents at once (`keepstep.elastic.rendezvous.commits`), and to the
+  coordinator when that is due.
 
 `keepstep.elastic.rendezvous.invariants` checks them before every action. Why a generation closes
 and how it ends is decided in `closing`, how the next one opens in `opening`.
@@ -52,12 +53,12 @@ _HISTORY_LENGTH = 32
 def decide(
     policy: RendezvousPolicy, view: View, leader_state: LeaderState, now_s: float, wall_s: float
 ) -> Decision:
-    """Return what the leader should do next. Pure: equal inputs give equal outputs.
+    """Return the leader's next action. Pure: equal inputs give equal outputs.
 
     Args:
         policy: the job's limits.
-        view: what the coordinator holds.
-        leader_state: what the last decision returned, or a fresh one for a new leader.
+        view: the coordinator's content.
+        leader_state: as the last decision returned it, or a fresh one for a new leader.
         now_s: monotonic seconds, for waiting.
         wall_s: wall-clock seconds, stamped into records for people.
     """
@@ -75,7 +76,7 @@ def decide(
     if view.is_closing:
         return open_next_generation(policy, view, generation, leader_state, now_s, wall_s)
     present = present_members(view, generation)
-    # First, because a job that commits at every step, or is done, would never get to it.
+    # First, because a job that commits at every step, or is done, would never reach it.
     record_recovery = _record_recovery(view, generation, present)
     if record_recovery is not None:
         return Decision(leader_state, record_recovery)
@@ -134,7 +135,7 @@ def decide(
 
 
 def may_leave(view: View, node: str) -> bool:
-    """Whether neither the ranks nor the memory of a node that leaves are needed any more."""
+    """Whether a leaving node's ranks and memory are no longer needed."""
     generation = view.generation
     if generation is None or view.result is not None:
         return True
@@ -154,8 +155,8 @@ def _unrecoverable_result(
 ) -> Result | None:
     """Return the job's result if another attempt is pointless.
 
-    That is after a fatal error, when the last checkpoint cannot be stored, or when the nodes do not
-    agree where.
+    So it is after a fatal error, when the last checkpoint cannot be stored, or when the nodes do
+    not agree where.
     """
     for record in records_in(present, generation):
         if record.failure is not None and record.failure.kind is FailureKind.FATAL:

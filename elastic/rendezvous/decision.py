@@ -1,4 +1,4 @@
-"""A leader's decision, and what it keeps until the next one. Pure."""
+"""Holds a leader's decision, and its state until the next one. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepstep.elastic.rendezvous.records import Member
 
 @dataclass(frozen=True, slots=True)
 class LeaderState:
-    """A leader's state between two decisions: what it waits for, and since when."""
+    """A leader's state between two decisions: its wait, and since when."""
 
     waiting_for: str = ""
     since_s: float = 0.0
@@ -24,7 +24,7 @@ class Decision:
         leader_state: to be passed to the next decision.
         action: what to do now, if anything.
         again_at_s: when to decide again even if nothing changes, in monotonic seconds.
-        message: what the leader waits for, in words.
+        message: the reason of the leader's wait, in words.
         asks: lost nodes that it waits for; if their agents have ended, it need not.
     """
 
@@ -42,7 +42,7 @@ def wait(
 
     Args:
         leader_state: as the last decision left it.
-        for_what: names what is waited for; another name begins anew.
+        for_what: a name of the wait; another name begins another one.
         now_s: monotonic seconds.
         at_most_s: how long to wait.
 

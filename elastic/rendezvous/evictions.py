@@ -23,13 +23,13 @@ from keepstep.elastic.rendezvous.view import View
 def end_failures(
     policy: RendezvousPolicy, view: View, failures: FailureCount
 ) -> Evict | Finish | None:
-    """Return what ends a row of failures; None if the node to blame is evicted already.
+    """Return the action that ends a row of failures; None if the node to blame is evicted already.
 
-    An error of the user's script that comes again ends the job. If all failures were on one node
-    and enough others are left, the job goes on without it.
+    A repeated error of the user's script ends the job. If all failures were on one node and enough
+    others are left, the job goes on without it.
     """
     cause, node = failures.cause, failures.node
-    assert cause is not None, "what ends a row of failures is a failure"
+    assert cause is not None, "a row of failures ends with a failure"
     if failures.repeats:
         again = f"twice: {cause.error or failures.error}; another attempt would end the same way"
         named = (

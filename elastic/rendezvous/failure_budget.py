@@ -1,8 +1,8 @@
-"""Counts generations in a row that failed without progress, and blames a node if one is to blame.
+"""Counts generations in a row that failed without progress, and finds the node to blame.
 
-Pure. What counts is the cause: a worker's failure, or broken collectives that nothing explains. The
-loss of a node breaks its peers' collectives; that is no failure of theirs, and counts for nothing.
-Nor does it count that a script begins anew: of many ranks each may do so in another generation.
+Pure. The cause counts: a worker's failure, or broken collectives that nothing explains. The loss of
+a node breaks its peers' collectives; that is no failure of theirs, and does not count. Nor does the
+restart of a script: each of many ranks may restart in another generation.
 
 An exception of the user's script that the same line raises in the same step as before is not worth
 a third attempt. Nor is a job that stands still for a second time without progress in between.
@@ -24,7 +24,7 @@ from keepstep.elastic.rendezvous.standstill import joint_failure
 from keepstep.elastic.rendezvous.view import View
 
 BEFORE_FIRST_STEP = "before the first step"
-"""How `Failure.error` ends if no step of the generation was begun."""
+"""The end of `Failure.error` if no step of the generation was begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class FailureCount:
     Attributes:
         count: how many generations in a row failed.
         node: the node on which all of them did; "" if there are several, or it is unknown.
-        cause: what ended the last generation; None if it was no failure that counts.
+        cause: the failure that ended the last generation; None if none that counts did.
         reached: the step to resume from; a later one next time is progress.
-        error: what the last exception of the user's script has in common with one that repeats it.
+        error: the last exception of the user's script, in a form that is equal for a repetition.
         repeats: the last generation ended with the same error as the failed one before it.
     """
 
@@ -57,7 +57,7 @@ def count_failures(
         view: the leader's view.
         old: the generation that ends.
         present: the records of its members that are still present.
-        resume: what the next one will resume from in memory.
+        resume: the snapshot in memory that the next one will resume from.
     """
     stored = view.checkpoint.step if view.checkpoint is not None else 0
     reached = resume.snapshot.step if resume is not None else stored
@@ -69,10 +69,11 @@ def count_failures(
     step = max(steps, default=0)
     is_elsewhere_next = any(member.node in view.evictions for member in old.members)
     if cause.kind is FailureKind.STANDSTILL and step and not is_elsewhere_next:
-        # Which node reports it first may differ, and so may what its ranks could still seal.
+        # The node that reports it first may differ, and so may the snapshots that its ranks could
+        # still seal.
         error = f"the job stood still after step {step}"
     elif error.endswith(BEFORE_FIRST_STEP):
-        # It is the same as another time only if no progress lies between them.
+        # It is a repetition only if no progress lies between the two.
         error = f"{error} after step {old.reached}"
     repeats = bool(error) and error == old.last_error
     if reached > old.reached or old.failures == 0:
@@ -95,7 +96,7 @@ def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | No
         )
         if first.kind is not FailureKind.STANDSTILL:
             return first, node
-        # All nodes stand still, and who is the cause is not known.
+        # All nodes stand still, and the cause is not known.
         return joint_failure([failure for failure, _ in own]), ""
     is_explained = any(failure.kind is FailureKind.RESTART for failure, _ in failed)
     if not failed or is_explained or len(present) < len(old.members):

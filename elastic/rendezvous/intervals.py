@@ -19,7 +19,7 @@ from keepstep.elastic.rendezvous.records import Recovery
 from keepstep.elastic.rendezvous.view import View
 
 AUTO = 0
-"""In place of a number of steps: choose."""
+"""A value in place of a number of steps: choose."""
 
 PRIOR_NODE_S = 250 * 86400.0
 """Node time with one failure: 4 in 1000 node-days, amid 2.3 to 6.5 (Meta, arXiv 2410.21680)."""
@@ -30,7 +30,7 @@ def failures_per_s(recoveries: Sequence[Recovery], nodes: int, wall_s: float) ->
 
     Args:
         recoveries: changes of generation, oldest first; the observed time begins with the first.
-        nodes: how many take part now, taken as their number during the whole time.
+        nodes: the number that takes part now, taken as constant over the whole time.
         wall_s: now, in wall-clock seconds.
     """
     since_s = recoveries[0].detected_at_s if recoveries else wall_s
@@ -43,7 +43,7 @@ def best_interval_s(cost_s: float, rate_per_s: float) -> float:
     """Return the best interval between two beginnings, in seconds.
 
     Args:
-        cost_s: what each costs the training.
+        cost_s: the cost of each to the training.
         rate_per_s: failures a second.
     """
     apart_s = 1.0 / rate_per_s

@@ -1,16 +1,16 @@
-"""Checks what the rendezvous promises about documents, their changes, and a leader's actions.
+"""Checks the rendezvous' invariants of documents, their changes, and a leader's actions.
 
 Pure. Production calls these functions and stops the writer that breaks a promise before it writes:
-a member checks its own record (`check_record`), its view as it joins or reads it anew
+a member checks its own record (`check_record`), its view whenever it joins or reads all of it
 (`check_view`) and every change of it (`check_transition`), a leader its action against the records
 that it rests on (`check_action`) and the change that its transaction makes (`check_transition`).
-The simulator calls the same functions on every revision. They are written apart from the
-decisions, and share no code with them: a fault there is found here.
+The simulator calls the same functions on every revision. They are written independently of the
+decisions, and share no code with them, so that they find a fault there.
 
 A node's record is checked by its own writer and, where an action rests on it, by the leader; other
 members do not check it, so that a wrong record stops nobody else.
 
-Every function raises `InvariantViolated`, which names the invariant and what contradicts it.
+Every function raises `InvariantViolated`, which names the invariant and the contradiction.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
     Args:
         policy: the job's limits.
         view: the view on which the action was decided, with reports folded in.
-        action: what is about to be performed.
+        action: the action that is about to be performed.
     """
     policy = policy.scaled(view.scale)
     match action:
@@ -151,11 +151,11 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             _check_drained(view)
         case actions.OrderAbort(order):
             _check_fenced(view)
-            _check_told(view, order)
+            _check_announced(view, order)
         case actions.Evict(node):
             _check_evicted(policy, view, node)
         case actions.Close() | actions.RecordRecovery() | actions.Finish():
-            pass  # `check_transition` has all that there is to check.
+            pass  # `check_transition` checks everything.
 
 
 def check_commit(view: View, commit: SnapshotCommit) -> None:
@@ -187,13 +187,13 @@ def check_commit(view: View, commit: SnapshotCommit) -> None:
 
 
 def check_resume(view: View, generation: Generation) -> None:
-    """Check that what a generation resumes from can be restored, and is the newest that can."""
+    """Check that a generation resumes from the newest snapshot that can be restored."""
     resume = generation.resume
     reached = -1 if resume is None else resume.snapshot.step
     for committed in _committed(view):
         if committed.snapshot.step > reached and not _loses_too_much(view, committed):
             raise InvariantViolated(
-                "a committed snapshot that can be restored is not given up",
+                "a committed snapshot that can be restored is kept",
                 f"{committed.snapshot} is held by enough of {_names(committed.holders)}",
             )
     if resume is None:
@@ -306,35 +306,38 @@ def _check_fenced(view: View) -> None:
             )
 
 
-def _check_told(view: View, order: AbortOrder) -> None:
-    """Check that an order to abort names what its members were told before they were fenced."""
-    told = _told(view)
-    if order.committed != max(told, default=None):
+def _check_announced(view: View, order: AbortOrder) -> None:
+    """Check that an order to abort names the newest commit that members knew when they were
+    fenced."""
+    announced = _announced_commits(view)
+    if order.committed != max(announced, default=None):
         raise InvariantViolated(
             "an order to abort names the newest snapshot that members know as committed",
-            f"it names {order.committed}, they know {sorted(told)}",
+            f"it names {order.committed}, they know {sorted(announced)}",
         )
 
 
 def _committed(view: View) -> list[SnapshotCommit]:
-    """Return what is known to be committed when the next generation is opened."""
+    """Return the snapshot that is known to be committed when the next generation is opened."""
     commits = [] if view.snapshot is None else [view.snapshot]
     if view.generation is not None:
         order, members = view.abort_order, view.generation.members
-        told = _told(view) if order is None else {order.committed}
+        announced = _announced_commits(view) if order is None else {order.committed}
         parity = view.generation.parity
-        commits += [SnapshotCommit(found, members, parity) for found in told if found is not None]
+        commits += [
+            SnapshotCommit(found, members, parity) for found in announced if found is not None
+        ]
     return commits
 
 
-def _told(view: View) -> set[SnapshotId]:
-    """Return the snapshots that present members of the generation were told are committed."""
-    told = set()
+def _announced_commits(view: View) -> set[SnapshotId]:
+    """Return the snapshots that present members of the generation know as committed."""
+    announced = set()
     for member in view.generation.members if view.generation is not None else ():
         record = _record(view, member)
         if record is not None and record.server == member.server and record.committed is not None:
-            told.add(record.committed)
-    return {found for found in told if found.generation == view.generation_number}
+            announced.add(record.committed)
+    return {found for found in announced if found.generation == view.generation_number}
 
 
 def _check_opening(before: View, after: View, generation: Generation) -> None:
@@ -397,7 +400,7 @@ def _check_change_within_generation(before: View, after: View) -> None:
     if after.snapshot != before.snapshot:
         if after.snapshot is None:
             raise InvariantViolated(
-                "a committed snapshot is given up only by opening a generation",
+                "a committed snapshot is dropped only by opening a generation",
                 f"{before.snapshot}",
             )
         _check_snapshot(after, after.snapshot)
@@ -514,7 +517,7 @@ def _check_release(view: View, release: Release) -> None:
 
 
 def _is_broken_off(before: Closing | None, after: Closing | None) -> bool:
-    """Whether what began in good order ends by an abort; nothing else may change of a closing."""
+    """Whether a closing in good order becomes an abort; nothing else of a closing may change."""
     return (
         before is not None
         and after is not None
@@ -538,7 +541,7 @@ def _check_snapshot(view: View, commit: SnapshotCommit) -> None:
             f"{commit.snapshot}, the newest is {view.generation_number}",
         )
     if commit.stored:
-        # What is left of the holders, in any ranks.
+        # The remaining holders, in any ranks.
         ranks = [rank for holder in commit.holders for rank in holder.ranks]
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvariantViolated("each rank has one holder", _names(commit.holders))
@@ -576,7 +579,7 @@ def _check_places(owner: str, members: Sequence[Member], parity: int) -> None:
 
 
 def _check_placed(view: View, commit: SnapshotCommit) -> None:
-    """Check that readers, who know a commit without its holders, will find the same ones."""
+    """Check that readers, which get a commit without its holders, will derive the same ones."""
     placed = view.members.get(commit.snapshot.generation, ())
     if commit.holders != tuple(m for m in placed if m.node not in commit.absent):
         raise InvariantViolated(
@@ -625,9 +628,9 @@ def _absent(view: View, commit: SnapshotCommit) -> list[Member]:
 
 
 def _loses_too_much(view: View, commit: SnapshotCommit) -> bool:
-    """Whether parity cannot give back what is lost of a snapshot.
+    """Whether parity cannot rebuild a snapshot's lost shards.
 
-    Whoever knows of a newer commit has freed it, or does once it is stored.
+    A node that knows of a newer commit has freed it, or frees it once it is stored.
     """
     freed = {
         holder.node

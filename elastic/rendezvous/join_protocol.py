@@ -57,7 +57,7 @@ def led_since(view: View, lease: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFinishedJob:
-    """Remove what a finished job left, then read again."""
+    """Remove the keys of a finished job, then read again."""
 
     transaction: Transaction
 
@@ -87,12 +87,12 @@ JoinStep = RemoveFinishedJob | RestoreJob | AwaitPredecessor | Join
 def next_join_step(
     keys: Keys, view: View, record: NodeRecord, held: View | None = None
 ) -> JoinStep:
-    """Return what a node does next to become a member.
+    """Return a node's next step to become a member.
 
     Args:
         keys: the job's keys.
-        view: what every agent follows, and the nodes that the decision needs: one of those
-            present, if there are any, and the one of this name. Each of those present was compared
+        view: the documents that every agent follows, and the nodes that the decision needs: one
+            present node, if there is any, and the one of this name. Each present node was compared
             with another one when it joined.
         record: the node's record.
         held: the view of the node when it was a member last; None if it was none.
@@ -125,9 +125,9 @@ def next_join_step(
 
 
 def goes_back(view: View, held: View) -> bool:
-    """Whether the coordinator is behind what a node has seen of it: it has lost data.
+    """Whether the coordinator is behind a node's earlier view of it: it has lost data.
 
-    Its revision grows by every write, so a smaller one shows that it began anew or is a copy.
+    Its revision grows by every write, so a smaller one shows that it is new or a copy.
     """
     return view.revision < held.revision and view.generation_number < held.generation_number
 
@@ -135,8 +135,8 @@ def goes_back(view: View, held: View) -> bool:
 def is_forgotten(view: View, held: View) -> bool:
     """Whether the coordinator has lost the job that a node was a member of, and none runs there.
 
-    The first nodes that come to a new coordinator may have begun the job anew; as long as they have
-    opened no generation, those that hold the job's state decide how it goes on.
+    The first nodes that come to a new coordinator may have started the job again; as long as they
+    have opened no generation, those that hold the job's state decide how it goes on.
     """
     return held.generation is not None and view.generation is None and goes_back(view, held)
 
@@ -169,10 +169,11 @@ def may_revoke_predecessor(
 
 
 def joining_again(view: View, record: NodeRecord) -> NodeRecord:
-    """Return a record of a former member of the job, with what it holds.
+    """Return a record of a former member of the job, with the snapshots that it holds.
 
-    If the open generation counts on it, then as a member that has drained, whether it ever entered
-    that generation or not: others may have found it lost, and the next one may be opened already.
+    If the open generation counts on it, the record is that of a drained member, whether it ever
+    entered that generation or not: others may have found it lost, and the next one may be opened
+    already.
     """
     generation = view.generation
     member = generation.member(record.node) if generation is not None else None
@@ -184,8 +185,7 @@ def joining_again(view: View, record: NodeRecord) -> NodeRecord:
 def without_state(record: NodeRecord) -> NodeRecord:
     """Return a record for a job in which the node has not taken part.
 
-    Its snapshot server is replaced once the job's secret is known, and its workers are started
-    anew.
+    Its snapshot server is replaced once the job's secret is known, and its workers are restarted.
     """
     return NodeRecord(
         node=record.node,
@@ -206,9 +206,9 @@ def settle_record(stored: KeyValue | None, created: int, record: NodeRecord) -> 
     """Return the revision of a record whose write was refused, though it was applied before.
 
     Args:
-        stored: what the coordinator holds under the node's key.
+        stored: the coordinator's content under the node's key.
         created: revision at which the membership began.
-        record: what was to be written.
+        record: the record that was to be written.
 
     Raises:
         LeaseLost: the key is gone, or belongs to a later membership.

@@ -1,9 +1,9 @@
-"""Foretells what a job would do if nodes were lost now: who goes on, from which state, who waits.
+"""Predicts a job's reaction to the loss of nodes: who goes on, from which state, who waits.
 
-Pure. It asks the functions by which the leader decides. What nodes report to the leader alone is
-not in the coordinator; but whoever holds the committed snapshot has it sealed and protected until a
-newer one is committed. The coordinator is told of commits after two seconds at most (`commits`), so
-the job may go on from a newer step than is foretold.
+Pure. It asks the functions by which the leader decides. Reports that nodes send to the leader alone
+are not in the coordinator; but a holder of the committed snapshot has it sealed and protected until
+a newer one is committed. Commits are written to the coordinator after two seconds at most
+(`commits`), so the job may go on from a newer step than predicted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keepstep.elastic.rendezvous.view import JoinedNode, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossForecast:
-    """What a job would do if nodes were lost now.
+    """A job's predicted reaction if nodes were lost now.
 
     Attributes:
         lost: these nodes.
@@ -44,8 +44,8 @@ class LossForecast:
         source: where its state would come from, in words.
         repeated_steps: how many steps would be computed again.
         further_losses: how many nodes of each erasure group may be lost after that.
-        reported_s: for how many seconds the coordinator has been told of no newer snapshot than the
-            one that this rests on; None if that is unknown.
+        reported_s: seconds since the coordinator got the snapshot that this rests on; None if that
+            is unknown.
     """
 
     lost: tuple[str, ...]
@@ -64,15 +64,16 @@ class LossForecast:
 
 
 def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForecast:
-    """Return what a job would do if nodes were lost now.
+    """Return a job's predicted reaction if nodes were lost now.
 
     Args:
-        view: what the coordinator holds of the job.
+        view: the coordinator's content about the job.
         lost: names of the nodes.
         wall_s: wall-clock seconds.
 
     Raises:
-        UsageError: the job has no such node, or no generation, or its leader tells no limits.
+        UsageError: the job has no such node, or no generation, or its leader has published no
+            limits.
     """
     names = tuple(dict.fromkeys(lost))
     unknown = [node for node in names if node not in view.nodes]
@@ -175,7 +176,7 @@ def _listed(nodes: Collection[str]) -> str:
 
 
 def limits_of(view: View) -> Limits | None:
-    """Return the limits by which the job's leader decides; None if it tells none."""
+    """Return the limits by which the job's leader decides; None if it has published none."""
     limits = view.leadership.limits if view.leadership is not None else None
     if limits is None or view.scale is None:
         return limits
@@ -183,7 +184,7 @@ def limits_of(view: View) -> Limits | None:
 
 
 def _with_committed(view: View) -> View:
-    """Return the view in which all that hold the committed snapshot say so."""
+    """Return the view in which all holders of the committed snapshot report it."""
     commit = view.snapshot
     if commit is None:
         return view

@@ -1,7 +1,7 @@
 """Decides how the next generation opens. Pure.
 
-The members of the last one drain first: with which of the nodes that are then here, from which
-snapshot, and whether at all the job goes on is decided once nobody computes any more.
+The members of the last one drain first. Once nobody computes any more, it decides whether the job
+goes on, with which of the nodes that are then present, and from which snapshot.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PAUSED = "the job is paused; `keepstep resume` goes on"
 def open_first_generation(
     policy: RendezvousPolicy, view: View, leader_state: LeaderState, now_s: float, wall_s: float
 ) -> Decision:
-    """Return what to do next while there is no generation: wait for nodes, or open the first.
+    """Return the next action while there is no generation: wait for nodes, or open the first.
 
     Arguments as for `keepstep.elastic.rendezvous.decide.decide`.
     """
@@ -63,7 +63,7 @@ def open_first_generation(
     if len(nodes) < policy.min_nodes:
         return _await_quorum(policy, view, nodes, leader_state, now_s)
     if len(nodes) < policy.max_nodes:
-        # The set of nodes is part of the name: each arrival starts the last call anew.
+        # The set of nodes is part of the name: each arrival restarts the last call.
         leader_state, until_s = wait(
             leader_state, f"last call after {len(nodes)}", now_s, policy.last_call_s
         )
@@ -86,16 +86,16 @@ def open_next_generation(
     now_s: float,
     wall_s: float,
 ) -> Decision:
-    """Return what to do next while a generation closes.
+    """Return the next action while a generation closes.
 
-    That is to order its abort or commit its last snapshot while it drains; then to store, release,
-    wait for nodes, end the job, or open the next generation.
+    While it drains, that is to order its abort or to commit its last snapshot. Then it is to store,
+    release, wait for nodes, end the job, or open the next generation.
 
     Args:
         policy: the job's limits.
-        view: what the coordinator holds.
+        view: the coordinator's content.
         old: the generation that closes.
-        leader_state: what the last decision returned.
+        leader_state: as the last decision returned it.
         now_s: monotonic seconds.
         wall_s: wall-clock seconds.
     """
@@ -130,8 +130,8 @@ def open_next_generation(
     nodes = eligible(view)
     losses = losses_until(old, view.nodes.keys(), wall_s)
     members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view), losses)
-    # To store it needs all shards: if some are lost, the next generation rebuilds them before it
-    # closes again.
+    # Storing needs all shards: if some are lost, the next generation rebuilds them before it closes
+    # again.
     is_whole = (
         resume is None
         or bool(resume.stored)
@@ -192,7 +192,7 @@ def open_next_generation(
 
 
 def _reason(closing: Closing, cause: Failure | None) -> str:
-    """Return why a generation ended, with a cause that became known after it had closed."""
+    """Return why a generation ended, including a cause that became known after it had closed."""
     if not closing.is_unexplained or cause is None or not cause.kind.is_cause:
         return closing.reason
     return f"{cause.summary} (first seen: {closing.reason})"
@@ -255,7 +255,7 @@ def _step(commit: SnapshotCommit | None) -> int:
 def _holders_that_may_return(
     view: View, committed: SnapshotCommit | None, resume: SnapshotCommit | None
 ) -> tuple[Member, ...]:
-    """Return the lost nodes by whose return the committed snapshot would not be given up."""
+    """Return the lost nodes whose return would keep the committed snapshot."""
     if committed is None or (resume and _step(resume) >= _step(committed)):
         return ()
     lost = [holder for holder in committed.holders if holder.node not in view.nodes]
@@ -274,9 +274,9 @@ def _release(
     present: Sequence[NodeRecord],
     resume: SnapshotCommit | None,
 ) -> ReleaseMembers | None:
-    """Let members leave once all have drained and too few stay: storage is what remains.
+    """Let members leave once all have drained and too few stay: the state remains in storage.
 
-    What the others have sealed is known once they have drained, and may need a leaver's part.
+    The others' seals are known once they have drained, and may need a leaver's part.
     """
     if view.release is not None or not any(record.leaving for record in present):
         return None

@@ -9,7 +9,7 @@ holders (`generation`, `snapshot`, `persist`) are written without them, and comp
 read: a snapshot's holders are the members of its generation.
 
 Invariants:
-- What a digest names never changes.
+- The chunk of a digest never changes.
 - The members of a generation that is open, or whose snapshot is committed, stay readable: only
   chunks that no placement lists are removed.
 """
@@ -37,7 +37,8 @@ from keepstep.elastic.rendezvous.records import (
 MEMBERS_PER_CHUNK = 64
 
 Place = tuple[str, str, int, str, str, str]
-"""A member without what follows from its place: node, host, workers, agent, server, domain."""
+"""A member without the fields that follow from its place: node, host, workers, agent, server,
+domain."""
 
 _MAX_NBYTES = 2**24
 _DIGEST_DIGITS = 16
@@ -55,7 +56,7 @@ def place(members: Sequence[Member]) -> tuple[Placement, Mapping[str, bytes]]:
         digests.append(_digest(msgspec.json.encode(places)))
         chunks[digests[-1]] = encode_chunk(places)
     groups = [member.group for member in members]
-    # Groups are dealt in turn, so their differences repeat.
+    # Groups are assigned in turn, so their differences repeat.
     steps = [groups[0], *(after - before for before, after in pairwise(groups))] if groups else []
     compressed = zlib.compress(msgspec.json.encode(steps), 9)
     return Placement(tuple(digests), base64.b64encode(compressed).decode()), chunks
@@ -130,7 +131,7 @@ def decode_generation(data: bytes, members: Mapping[int, tuple[Member, ...]]) ->
     """Parse a generation, and complete it.
 
     Args:
-        data: what `encode_generation` returned.
+        data: a result of `encode_generation`.
         members: of each generation whose placement is known.
 
     Raises:
@@ -184,7 +185,7 @@ def _digest(listed: bytes) -> str:
 
 
 def _decompress(data: bytes) -> bytes:
-    """Raises zlib.error, or ValueError for what is cut off or too long."""
+    """Raises zlib.error, or ValueError for data that are cut off or too long."""
     decompressor = zlib.decompressobj()
     content = decompressor.decompress(data, _MAX_NBYTES)
     if not decompressor.eof:

@@ -34,7 +34,7 @@ class RendezvousPolicy:
 
     @property
     def limits(self) -> Limits:
-        """What the leader tells of its limits."""
+        """The limits that the leader publishes."""
         return Limits(
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,

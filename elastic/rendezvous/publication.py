@@ -1,11 +1,11 @@
-"""Decides what a leader does while the manifest of a checkpoint is written. Pure.
+"""Decides a leader's actions while the manifest of a checkpoint is written. Pure.
 
 Storage may take long for a manifest, or hang. Meanwhile the leader goes on: a generation in which
 something has failed is closed at once. Only the next one waits, for a while, so that a checkpoint
 which storage has committed is recorded as such before the request to store it is dropped.
 
-Invariant: at most one manifest is written at a time, and what became of it is recorded before
-anything else is decided, as long as the request stands.
+Invariant: at most one manifest is written at a time, and its outcome is recorded before anything
+    else is decided, as long as the request stands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepstep.elastic.rendezvous.decision import Decision
 from keepstep.elastic.rendezvous.view import View
 
 OPENING_WAITS_S = 10.0
-"""How long the next generation waits for a manifest; workers have drained by then."""
+"""Seconds that the next generation waits for a manifest; workers have drained by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Publication:
     """A manifest that this leader has written.
 
     Attributes:
-        action: what was decided.
+        action: the decision to publish.
         failure: why it was not written; "" once it is; None while it is being written.
         delays_since_s: since when the next generation waits for it, in monotonic seconds.
     """
@@ -46,7 +46,7 @@ class Publication:
 
 
 def conclude(publication: Publication | None, view: View) -> Publish | CancelPersist | None:
-    """Return the action that records what became of a manifest; None while there is none."""
+    """Return the action that records a manifest's outcome; None while there is none."""
     if publication is None or publication.is_under_way or not publication.stands(view):
         return None
     if publication.failure:
@@ -59,12 +59,12 @@ def conclude(publication: Publication | None, view: View) -> Publish | CancelPer
 def follow(
     publication: Publication | None, decision: Decision, view: View, now_s: float
 ) -> tuple[Publication | None, Decision]:
-    """Return the manifest to be written, and what of a decision is performed beside it.
+    """Return the manifest to be written, and the part of a decision that is performed meanwhile.
 
     Args:
-        publication: what `follow` returned before, with what has become of it.
+        publication: the last result of `follow`, with its outcome.
         decision: the leader's decision on `view`.
-        view: what the coordinator holds.
+        view: the coordinator's content.
         now_s: monotonic seconds.
     """
     if publication is not None and not publication.stands(view):
@@ -74,7 +74,7 @@ def follow(
             # The same decision again, while it is under way.
             return publication or Publication(action), replace(decision, action=None)
         case CancelPersist() if publication is not None:
-            # A holder is gone that had written its part: the manifest decides.
+            # A holder that had written its part is gone: the manifest decides.
             return publication, replace(decision, action=None)
         case Open() if publication is not None:
             since_s = now_s if publication.delays_since_s is None else publication.delays_since_s

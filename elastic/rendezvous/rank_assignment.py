@@ -72,7 +72,7 @@ def assign_ranks(
         previous: the members of the generation before.
         nodes: the nodes that may be members, in the order in which they joined.
         max_nodes: how many places there are.
-        limits: how many ranks the mesh has places for.
+        limits: the numbers of ranks for which the mesh has places.
         losses: recent losses of nodes, by failure domain.
     """
     old = {member.node: position for position, member in enumerate(previous)}
@@ -113,11 +113,11 @@ def assign_ranks(
 def _fitting(
     records: Sequence[NodeRecord], max_nodes: int, limits: RankLimits
 ) -> Sequence[NodeRecord]:
-    """Return those of these nodes that have the most ranks the limits allow, the first if equal."""
+    """Return the nodes with the most ranks that the limits allow, the first ones if equal."""
     sizes = [record.nproc for record in records]
     chosen = largest_sum(sizes[:max_nodes], limits)
     if len(set(sizes)) > 1 and len(sizes) > max_nodes:
-        # Larger nodes may be among those that the first ones leave no place for.
+        # Larger nodes may be among those for which the first ones leave no place.
         others = largest_sum_of_few(sizes, max_nodes, limits)
         if sum(sizes[position] for position in others) > sum(sizes[p] for p in chosen):
             chosen = others
@@ -129,7 +129,7 @@ def assign_groups(
 ) -> tuple[tuple[Member, ...], int]:
     """Put members into erasure groups; return them and how many nodes of each may be lost.
 
-    That is at most `parity`, and fewer than the smallest group has nodes.
+    The latter is at most `parity`, and less than the smallest group's number of nodes.
     """
     domains = [view.nodes[member.node].record.domain for member in members]
     groups = group_nodes(domains, size, parity)
@@ -163,30 +163,31 @@ def group_nodes(domains: Sequence[str], size: int, parity: int) -> tuple[int, ..
 
 
 def trusts_uncommitted(view: View) -> bool:
-    """Whether snapshots of the generation that closes are what training computed, if sealed."""
+    """Whether sealed snapshots of the generation that closes are the results of training."""
     return view.abort_order is None or view.abort_order.all_fenced
 
 
-def newest_told(present: Iterable[NodeRecord], generation: Generation) -> SnapshotId | None:
-    """Return the newest snapshot of a generation that present members were told is committed."""
+def newest_known_commit(present: Iterable[NodeRecord], generation: Generation) -> SnapshotId | None:
+    """Return the newest snapshot of a generation that present members know as committed."""
     number = generation.generation
-    told = (record.committed for record in present)
-    return max((s for s in told if s is not None and s.generation == number), default=None)
+    known = (record.committed for record in present)
+    return max((s for s in known if s is not None and s.generation == number), default=None)
 
 
 def newest_committed(view: View, generation: Generation) -> SnapshotCommit | None:
-    """Return the newest snapshot that is committed, as far as the members that remain know.
+    """Return the newest snapshot that is committed, as far as the remaining members know.
 
-    What a member was told after the order to abort may be what an abort has left behind.
+    A commit that reached a member after the order to abort may be of garbage that an abort has
+    left.
     """
-    told = (
-        newest_told(present_members(view, generation), generation)
+    known = (
+        newest_known_commit(present_members(view, generation), generation)
         if view.abort_order is None
         else view.abort_order.committed
     )
-    if told is None or (view.snapshot is not None and told <= view.snapshot.snapshot):
+    if known is None or (view.snapshot is not None and known <= view.snapshot.snapshot):
         return view.snapshot
-    return SnapshotCommit(told, generation.members, generation.parity)
+    return SnapshotCommit(known, generation.members, generation.parity)
 
 
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
@@ -243,7 +244,7 @@ def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
 
 
 def _holds(record: NodeRecord, snapshot: SnapshotId) -> bool:
-    """Whether a node holds a snapshot: whoever knows that a newer one is committed has freed it."""
+    """Whether a node holds a snapshot: a node that knows a newer commit has freed it."""
     is_freed = record.committed is not None and snapshot < record.committed
     return snapshot in record.sealed and not is_freed
 
@@ -266,10 +267,10 @@ def with_shard_rebuilds(
 
 
 def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
-    """Whether parity gives back what is missing in every group, if anything is."""
+    """Whether parity rebuilds the missing shards in every group, if there are any."""
     absent = {member.node for member in absent_holders(view, commit)}
     if absent and commit.stored:
-        # Its groups have lost holders before, so parity gives nothing back.
+        # Its groups have lost holders before, so parity rebuilds nothing.
         return False
     lost = Counter(member.group for member in commit.holders if member.node in absent)
     if any(count > commit.parity for count in lost.values()):

@@ -1,4 +1,4 @@
-"""Says which numbers of ranks the training's mesh has places for, in a form of bounded size.
+"""Represents the numbers of ranks for which the training's mesh has places, in bounded size.
 
 Pure. A node's record carries the form, so each agent and the leader can read it. Numbers are exact:
 a bit for each multiple of the greatest common divisor, compressed. A mesh that has places for every
@@ -18,14 +18,14 @@ from functools import lru_cache
 from itertools import accumulate
 
 MOST_RANKS = 16_384
-"""The greatest number of ranks that a mesh of the user's own rule is asked for."""
+"""The greatest number of ranks that a user's mesh rule is asked about."""
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RankLimits:
-    """How many ranks the training's mesh has places for.
+    """The numbers of ranks for which the training's mesh has places.
 
     Attributes:
         multiple: the number must be a multiple of this: the product of the mesh's fixed sizes.
@@ -77,7 +77,7 @@ class RankLimits:
 
 
 ANY_NUMBER = RankLimits()
-"""What holds until the workers know the mesh."""
+"""The limits until the workers know the mesh."""
 
 
 @lru_cache(maxsize=16)
@@ -98,13 +98,14 @@ def decode_fitting(fitting: str) -> int:
 
 
 def largest_sum_of_few(sizes: Sequence[int], most_nodes: int, limits: RankLimits) -> list[int]:
-    """Return the positions of so many nodes at most that have the most ranks that are allowed.
+    """Return the positions of at most `most_nodes` nodes that have the most ranks that are allowed.
 
-    Of several choices it is the one with the most of the largest nodes, of each size the first.
+    Among several choices it takes the one with the most of the largest nodes, and the first of each
+    size.
 
     Args:
-        sizes: number of ranks of each node, of which the first are preferred.
-        most_nodes: how many nodes may be chosen.
+        sizes: number of ranks of each node; the first ones are preferred.
+        most_nodes: greatest number of nodes to choose.
         limits: which sums are allowed.
     """
     by_size = sorted(Counter(sizes).items(), reverse=True)
@@ -123,9 +124,9 @@ def largest_sum_of_few(sizes: Sequence[int], most_nodes: int, limits: RankLimits
 
 
 def _counts(by_size: Sequence[tuple[int, int]], ranks: int, most_nodes: int) -> list[int] | None:
-    """Return how many nodes of each size, the largest first, have so many ranks together.
+    """Return how many nodes of each size, the largest first, have `ranks` ranks together.
 
-    Sizes that none are taken of may be left out at the end. None if there is no such choice.
+    Unused sizes may be left out at the end. None if there is no such choice.
     """
     if not ranks:
         return []
@@ -143,13 +144,13 @@ def _counts(by_size: Sequence[tuple[int, int]], ranks: int, most_nodes: int) -> 
 
 
 def largest_sum(sizes: Sequence[int], limits: RankLimits) -> list[int]:
-    """Return the positions of nodes that have the most ranks that the limits allow together.
+    """Return the positions of nodes that together have the most ranks that the limits allow.
 
-    Of several choices it is the one that leaves out the last nodes rather than the first ones. It
-    is empty if no choice is allowed.
+    Among several choices it takes the one that leaves out the last nodes rather than the first
+    ones. It is empty if no choice is allowed.
 
     Args:
-        sizes: number of ranks of each node, of which the first are preferred.
+        sizes: number of ranks of each node; the first ones are preferred.
         limits: which sums are allowed.
     """
     if len(set(sizes)) <= 1:

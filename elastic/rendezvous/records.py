@@ -1,4 +1,4 @@
-"""The documents that agents keep in the coordinator, as typed values.
+"""Defines the documents that agents keep in the coordinator, as typed values.
 
 Pure. Every document is JSON under `/keepstep/<job>/`; this module alone encodes and decodes them.
 Node records carry the node's lease and die with it; everything else lives until the job ends.
@@ -41,7 +41,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
-        """Parse what `to_json` returned.
+        """Parse a result of `to_json`.
 
         Raises:
             UsageError: the data is not such a record.
@@ -53,7 +53,7 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Parse what `encode` returned. Raises as `from_json` does."""
+        """Parse a result of `encode`. Raises as `from_json` does."""
         try:
             return msgspec.json.decode(data, type=cls)
         # RecursionError: nesting deeper than the interpreter's stack allows.
@@ -88,7 +88,7 @@ def decode_number(text: str) -> int:
 
 
 def unreadable(name: str, error: Exception) -> UsageError:
-    """Return the error for what the coordinator holds and this version cannot read."""
+    """Return the error for a document of the coordinator that this version cannot read."""
     return UsageError(
         f"the coordinator holds a {name} that this version of keepstep cannot read "
         f"({error}); run one version of keepstep on all nodes, or choose another --job name"
@@ -96,7 +96,7 @@ def unreadable(name: str, error: Exception) -> UsageError:
 
 
 class NodePhase(enum.StrEnum):
-    """Where a node stands in the generation that its record names."""
+    """A node's progress in the generation that its record names."""
 
     WAITING = "waiting"
     """No workers: not a member, or not yet started."""
@@ -105,7 +105,8 @@ class NodePhase(enum.StrEnum):
     RUNNING = "running"
     """Every worker has completed a step here, or runs a script that does not report."""
     DRAINED = "drained"
-    """No worker of the generation will write again; all that could be sealed is sealed."""
+    """No worker of the generation will write again, and every shard that could be sealed is
+    sealed."""
     DONE = "done"
     """Every worker has exited with success."""
 
@@ -119,22 +120,23 @@ class Eviction(Record):
 
 
 class FailureKind(enum.StrEnum):
-    """What a failure shows about where its cause is."""
+    """The place of a failure's cause, as far as it is known."""
 
     WORKER = "worker"
     """A worker of this node failed."""
     PEER = "peer"
     """A collective failed; its cause is on another node, or unknown."""
     RESTART = "restart"
-    """A worker's script has to begin anew. Nothing failed, and what breaks by it did not either."""
+    """A worker's script has to be restarted. Nothing failed, nor did the collectives that break by
+    it."""
     STANDSTILL = "standstill"
     """No rank of this node has gone on for as long as the job allows."""
     FATAL = "fatal"
-    """The job was given something that cannot work, so that another attempt is pointless."""
+    """The job's input cannot work, so that another attempt is pointless."""
 
     @property
     def is_cause(self) -> bool:
-        """Whether something failed here, and is not the end of something elsewhere."""
+        """Whether something failed here, and not elsewhere."""
         return self in (FailureKind.WORKER, FailureKind.STANDSTILL, FailureKind.FATAL)
 
 
@@ -142,8 +144,8 @@ class FailureKind(enum.StrEnum):
 class Failure(Record):
     """Why a node's part of a generation cannot go on. `at_s` in wall-clock seconds.
 
-    `error` says of an exception of the user's script its type, the line that raised it and the
-    step; "" of anything else.
+    `error` is the type of the user script's exception, the line that raised it and the step; "" for
+    any other failure.
     """
 
     kind: FailureKind
@@ -173,7 +175,7 @@ class PersistedPart(Record):
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint(Record):
-    """What a generation that resumed from storage found there.
+    """The checkpoint from which a generation resumed from storage, and its neighbours there.
 
     Attributes:
         step: the step that it resumed from.
@@ -186,11 +188,11 @@ class LoadedCheckpoint(Record):
 
 @dataclass(frozen=True, slots=True)
 class RestoreComparison(Record):
-    """What ranks sealed after restoring, compared with the snapshot that they restored from.
+    """The state that ranks sealed after restoring, compared with the restored snapshot.
 
     Attributes:
         step: the step of both.
-        nbytes: how much was compared: what the node held of the older snapshot.
+        nbytes: the number of bytes compared: the node's part of the older snapshot.
         differing: tensors that differ, the first few.
     """
 
@@ -207,7 +209,7 @@ class ReplicaComparison(Record):
         step: after which step.
         replicas: the number of ranks that were compared.
         differing: ranks that differ from a majority; all of a group if it has no majority.
-        finding: what was found, as a sentence; "" if all are equal.
+        finding: the result, as a sentence; "" if all are equal.
         to_replace: ranks that are known to have computed wrongly, and whose nodes are to leave.
     """
 
@@ -229,19 +231,20 @@ class NodeRecord(Record):
         host, agent, server: where peers reach the node, its agent and its snapshot server.
         store_port: open, and ready to serve the next generation's torch store.
         warm: the node's workers can start at once; nobody waits for a node that is not warm.
-        domain: what it fails together with, such as a rack or a switch.
-        loaded: what its rank 0 found in storage; None if the rank is elsewhere, or did not look.
+        domain: its failure domain, such as a rack or a switch.
+        loaded: the checkpoint that its rank 0 found in storage; None if the rank is elsewhere, or
+            did not look.
         restore_comparison: of this generation; None if nothing could be compared here.
         replica_comparison: the last one that its rank 0 has reported.
         fenced: the newest generation in which its snapshot server seals nothing more; its workers
             wait for the order to abort.
         rank_multiple: the number of ranks must be a multiple of this; 1 until its workers know.
-        max_ranks: the greatest number of ranks that the mesh has places for; 0 for any.
+        max_ranks: the greatest number of ranks for which the mesh has places; 0 for any.
         fitting_ranks: which multiples fit, as `RankLimits.fitting` has them; empty: all of them.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
-        committed: the newest snapshot of its generation that it was told is committed, once it
-            learns of no newer one: it is fenced, or has drained.
+        committed: the newest snapshot of its generation that it knows as committed, once it learns
+            of no newer one: it is fenced, or has drained.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
         checkpoint_compression: how they are compressed; None: not at all.
         serves_coordinator: its agent runs the coordinator, which ends with it.
@@ -291,14 +294,14 @@ class NodeRecord(Record):
     checkpoint_retention: Retention | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what nobody could read later. Raises ValueError."""
+        """Refuse values that nobody could read later. Raises ValueError."""
         if self.fitting_ranks:
             decode_fitting(self.fitting_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits(Record):
-    """The limits of the job by which its leader decides, for those who ask what it would decide.
+    """The limits of the job by which its leader decides, for forecasts of its decisions.
 
     `waits_s`: how long it waits for enough nodes. `standstill_s`: how long it may stand still; 0:
     for ever.
@@ -324,7 +327,7 @@ class Leadership(Record):
 
 @dataclass(frozen=True, slots=True)
 class NodeReport(Record):
-    """What an agent sends to the leader directly, because it changes at every step.
+    """A report that an agent sends to the leader directly, because it changes at every step.
 
     `lease`, `generation` and `server` name the membership, the generation and the snapshot server
     that it is about.
@@ -340,10 +343,10 @@ class NodeReport(Record):
 
 @dataclass(frozen=True, slots=True)
 class CommitAnnouncement(Record):
-    """Tells members that all of them protect a snapshot, before the coordinator holds it.
+    """Announces to members that all of them protect a snapshot, before the coordinator holds it.
 
     `after` is the revision that a node's view has to show first: by then it shows the request to
-    store that stood when this was announced. 0 if none did.
+    store that was pending when this was announced. 0 if none was.
     """
 
     snapshot: SnapshotId
@@ -398,7 +401,7 @@ class SnapshotCommit(Record):
             parity gives back; `holders` are then those that are left.
         stored_generation: the generation that the checkpoint has in storage.
         absent: the nodes that are not among `holders` although they were members.
-        at_s: when the coordinator was told, in wall-clock seconds.
+        at_s: when it was written to the coordinator, in wall-clock seconds.
     """
 
     snapshot: SnapshotId
@@ -433,7 +436,7 @@ class Generation(Record):
         resume: the snapshot to resume from; None for the newest checkpoint, or the beginning.
         failures: generations in a row that a failure ended without progress.
         failing_node: the node on which all of these failures were; "" if that is unknown.
-        last_error: what `Failure.error` said when a failure of a worker last ended a generation.
+        last_error: `Failure.error` of the last failure of a worker that ended a generation.
         reached: the step that could be resumed from when the generation was opened.
         lost_from_step: the step that the generation before had reached.
         parity: how many nodes of each erasure group may be lost.
@@ -476,7 +479,7 @@ class Placement(Record):
 
     Attributes:
         chunks: digests of the lists of members, each under a key of its own. Generations that place
-            the same nodes alike share them.
+            the same nodes in the same way share them.
         groups: the members' erasure groups, compressed.
     """
 
@@ -509,18 +512,18 @@ class Closing(Record):
 
 @dataclass(frozen=True, slots=True)
 class Release(Record):
-    """Lets members leave that want to: too few stay, and nothing that they hold is needed."""
+    """Lets members leave that want to: too few stay, and their snapshots are not needed."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbortOrder(Record):
-    """Lets workers abort their collectives: no snapshot server seals what those leave behind.
+    """Lets workers abort their collectives: no snapshot server seals garbage that those leave.
 
-    `all_fenced`: that holds for every member. Of a member that was lost nobody knows what it still
-    seals, so that nothing of the generation is used but what is committed. `committed` is the
-    newest snapshot of the generation of which a member had been told that before it was fenced.
+    `all_fenced`: that holds for every member. A lost member may still seal, so that only committed
+        snapshots of the generation are used. `committed` is the newest snapshot of the generation
+        that a member knew as committed before it was fenced.
     """
 
     generation: int

@@ -16,7 +16,7 @@ _MAX_SNAPSHOTS = 8
 
 
 class Reports:
-    """What nodes have reported to this one."""
+    """The reports of nodes to this one."""
 
     def __init__(self) -> None:
         self._newest: dict[str, NodeReport] = {}

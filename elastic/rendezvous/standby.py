@@ -2,9 +2,9 @@
 
 Pure. A standby node is warm and has no place in the generation. Erasure groups are spread over the
 failure domains of their members (`rank_assignment.group_nodes`): the more evenly members are
-distributed over domains, the fewer nodes does a group lose with one of them. So a place goes to a
-node of the domain that has the fewest members, which most often is the lost node's. If several
-nodes of a domain were lost of late, the domain itself may be failing: its nodes come last.
+distributed over domains, the fewer nodes a group loses with one of them. So a place goes to a node
+of the domain that has the fewest members, which most often is the lost node's. If several nodes of
+a domain were lost of late, the domain itself may be failing: its nodes come last.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ members have reported, or after `EVIDENCE_S`: the stack that shows the cause may
 The next generation resumes from memory. If it stands still at the same place, the job ends
 (`keepstep.elastic.rendezvous.failure_budget`).
 
-A standstill is time without a step. What a rank does meanwhile is not looked at, for one that loops
-without end looks like one that computes. Before the first step of the job there is no limit:
+A standstill is time without a step. A rank's activity meanwhile is ignored, since a rank in an
+endless loop looks like one that computes. Before the first step of the job there is no limit:
 compilation may take any time.
 """
 
@@ -25,14 +25,14 @@ from keepstep.elastic.rendezvous.records import (
 )
 
 EVIDENCE_S = 15.0
-"""How long the leader waits for the stacks of the other members; each takes a second or two."""
+"""Seconds that the leader waits for the stacks of the other members; each takes one or two."""
 _MOST_MESSAGES = 8
-"""How many nodes' stacks are told: in a large job most ranks wait in the same place."""
+"""Nodes whose stacks are reported: in a large job most ranks wait in the same place."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProgress:
-    """How far the ranks of one node are in a generation that runs. Times are monotonic seconds.
+    """Progress of one node's ranks in a generation that runs. Times are monotonic seconds.
 
     Attributes:
         progressed_s: when one of them last completed a step, entered or left a guard, or had its
@@ -48,7 +48,7 @@ class NodeProgress:
 
 
 def overdue_at_s(progress: NodeProgress, limit_s: float) -> float | None:
-    """Return when the ranks of a node stand still for too long, unless one of them goes on.
+    """Return when a node's ranks will have stood still for too long, unless one makes progress.
 
     Args:
         progress: of the node.
@@ -69,7 +69,7 @@ def overdue_at_s(progress: NodeProgress, limit_s: float) -> float | None:
 def evidence_until_s(
     generation: Generation, present: Sequence[NodeRecord], failures: Collection[Failure]
 ) -> float | None:
-    """Return until when the leader waits for the evidence of further members.
+    """Return the leader's deadline for the evidence of further members.
 
     Args:
         generation: the one that runs.
@@ -93,14 +93,14 @@ def joint_failure(failures: Sequence[Failure]) -> Failure:
         key=lambda failure: failure.at_s,
     )
     first = ordered[0]
-    told = [failure.message for failure in ordered[:_MOST_MESSAGES]]
+    messages = [failure.message for failure in ordered[:_MOST_MESSAGES]]
     if len(ordered) > _MOST_MESSAGES:
-        told.append(f"and {len(ordered) - _MOST_MESSAGES} more nodes; see their logs")
-    return Failure(first.kind, "\n".join(told), first.at_s, first.rank)
+        messages.append(f"and {len(ordered) - _MOST_MESSAGES} more nodes; see their logs")
+    return Failure(first.kind, "\n".join(messages), first.at_s, first.rank)
 
 
 def cause_by_monitor(verdicts: Sequence[PublishedVerdict]) -> str:
-    """Return whom the monitor names for a standstill, in one line; "" if it names nobody."""
+    """Return the suspect that the monitor names for a standstill, in one line; "" without one."""
     standing = [verdict for verdict in verdicts if verdict.cost_s_per_step is None]
     if not standing:
         return ""

@@ -7,14 +7,14 @@ its writer could not learn its outcome.
 
 Invariants:
 - A record is written only over the version that its own membership wrote last.
-- There is one leader at a time: whoever takes the lead has found nobody who has it, and has it
-  until its lease ends.
+- There is one leader at a time: a node takes the lead only if no other has it, and keeps it until
+  its lease ends.
 - A leader's action is applied only while the membership that decided has the lead, and while every
   document that leaders write is the version on which it decided.
-- The job's keys are deleted only if nobody has joined since the view on which that was decided.
+- The job's keys are deleted only if no node has joined since the view on which that was decided.
 - A job's keys are restored only where no generation of the job is open.
-- Members are written before the documents that are about them, under the same conditions; what no
-  document is about is of no effect, and is removed when a later generation is opened.
+- Members are written before the documents that name them, under the same conditions; unnamed ones
+  have no effect, and are removed when a later generation is opened.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LEADER_DOCUMENTS = (
 
 MAX_OPERATIONS = 100
 MAX_NBYTES = 2**20
-"""How much is written in one transaction, below what etcd takes: 128 operations and 1.5 MiB."""
+"""Size of one transaction, below etcd's limits of 128 operations and 1.5 MiB."""
 
 Condition = Modified | Created
 Operation = Put | Delete
@@ -66,7 +66,7 @@ Operation = Put | Delete
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Operations that are applied together if all conditions hold, and else not at all."""
+    """Operations that are applied together if all conditions hold, and otherwise not at all."""
 
     conditions: tuple[Condition, ...]
     operations: tuple[Operation, ...]
@@ -76,7 +76,7 @@ def join(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transacti
     """Announce a node under its lease; the first one of a job also writes the job's secret.
 
     The secret's version names the run of the job, so nobody joins a run whose keys are being
-    deleted. `last_join` is rewritten by every join: its version is what a clean-up depends on.
+    deleted. `last_join` is rewritten by every join: a clean-up depends on its version.
 
     Args:
         keys: the job's keys.
@@ -96,9 +96,9 @@ def join(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transacti
 
 
 def restore_job(keys: Keys, view: View, held: View) -> tuple[Transaction, ...]:
-    """Write the documents of a job anew that a coordinator has lost, from what a node knows.
+    """Restore the documents of a job that a coordinator has lost, from a node's view.
 
-    Requests that were under way are not written: nobody is bound to them any more.
+    Requests that were under way are not restored: no node acts on them any more.
 
     Args:
         keys: the job's keys.
@@ -175,7 +175,7 @@ def take_lead(
         view: the node's view.
         record: the node's record, with its lease.
         created: revision at which its membership began.
-        limits: of the job, to be told to those who ask what the leader would decide.
+        limits: of the job, published for forecasts of the leader's decisions.
     """
     leadership = Leadership(node=record.node, agent=record.agent, lease=record.lease, limits=limits)
     return Transaction(
@@ -189,14 +189,14 @@ def lead(
 ) -> tuple[Transaction, ...]:
     """Perform a leader's action; most take one transaction.
 
-    To open a generation of thousands of nodes takes several, each after the one before: the last
-    one opens it, those before only write its members.
+    Opening a generation of thousands of nodes takes several, one after the other: the last one
+    opens it, the earlier ones only write its members.
 
     Args:
         keys: the job's keys.
         view: the view on which the action was decided.
         led: revision at which this membership took the lead.
-        action: what was decided.
+        action: the leader's decision.
         wall_s: wall-clock seconds, stamped into records for people.
     """
     conditions = leader_conditions(keys, view, led)
@@ -225,7 +225,7 @@ def _nbytes(operation: Operation) -> int:
 
 
 def leader_conditions(keys: Keys, view: View, led: int) -> tuple[Condition, ...]:
-    """Return the conditions of every leader's action: it still leads, nothing decided since."""
+    """Return the conditions of every leader's action: it still leads, nothing was decided since."""
     return (
         Created(keys.single("leadership"), led),
         *(_unchanged(keys, view, name) for name in LEADER_DOCUMENTS),
@@ -235,7 +235,7 @@ def leader_conditions(keys: Keys, view: View, led: int) -> tuple[Condition, ...]
 def leader_operations(
     keys: Keys, view: View, action: actions.Action, wall_s: float
 ) -> tuple[Operation, ...]:
-    """Return what an action writes, decided on a view."""
+    """Return the operations of an action that was decided on a view."""
     single = keys.single
     match action:
         case actions.Open(generation):
@@ -289,9 +289,9 @@ def leader_operations(
 
 
 def _placement_operations(keys: Keys, view: View, generation: Generation) -> Iterator[Operation]:
-    """Write a generation's members, as far as they are not there yet, and remove older ones.
+    """Write a generation's missing members, and remove older ones.
 
-    What the current generation is about stays until it is over: its members read it.
+    Members of the current generation stay until it is over: its nodes read them.
     """
     placement, chunks = place(generation.members)
     listed = {digest for known in view.placements.values() for digest in known.chunks}

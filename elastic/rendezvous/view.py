@@ -1,6 +1,6 @@
 """Mirrors the job as the coordinator holds it: folds listings and changes into typed records.
 
-Pure. Names the keys, too. A `View` is all that the rendezvous decides from.
+Pure. It names the keys, too. The rendezvous decides from a `View` alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
 
-# An older or newer version that writes what others cannot read concerns itself alone.
+# A document of an older or newer version that others cannot read concerns its writer alone.
 _OF_ONE_WRITER = ("nodes/", "evictions/", "restarts/")
 
 _Members = Mapping[int, tuple[Member, ...]]
@@ -50,7 +50,7 @@ _COMPLETED: Mapping[str, Callable[[bytes, _Members], Record]] = {
     "snapshot": placements.decode_commit,
     "persist": placements.decode_request,
 }
-"""Documents that are held without the members that they are about."""
+"""Documents that are stored without the members that they name."""
 _SINGLE: Mapping[str, type[Record]] = {
     "abort_order": AbortOrder,
     "closing": Closing,
@@ -71,7 +71,7 @@ _FOLLOWED = frozenset(
         "persist", "checkpoint", "result", "scale", "pause",
     )
 )  # fmt: skip
-"""The documents that every agent follows, beside placements, evictions and restarts."""
+"""The documents that every agent follows, in addition to placements, evictions and restarts."""
 
 
 @cache
@@ -138,7 +138,7 @@ class JoinedNode:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the coordinator holds of a job at one revision.
+    """The coordinator's content about a job at one revision.
 
     The leader's view shows everything. A follower's shows what is under `Keys.followed` and the
     members that placements list: no nodes, and no history, store failures or verdicts.
@@ -169,11 +169,11 @@ class View:
     members: Mapping[int, tuple[Member, ...]] = field(default_factory=dict)
     """The members of each generation that has a placement."""
     chunks: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
-    """What placements list, by digest; also what none lists any more."""
+    """The chunks that placements list, by digest; also those that none lists any more."""
     revisions: Mapping[str, int] = field(default_factory=dict)
     """At which revision each job-wide document was last written; without those that are absent."""
     gone: frozenset[str] = frozenset()
-    """Where agents were reached of which the leader itself has found out that they have ended."""
+    """Addresses of agents that the leader itself has found to have ended."""
 
     @property
     def generation_revision(self) -> int:
@@ -205,7 +205,7 @@ class View:
         )
 
     def restarts_on(self, node: str) -> tuple[RestartRequest, ...]:
-        """Return the restarts of a node's own ranks that it is to carry out in this generation."""
+        """Return the restarts that a node is to carry out on its own ranks in this generation."""
         member = self.generation.member(node) if self.generation is not None else None
         if member is None:
             return ()
@@ -235,7 +235,7 @@ def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
 
 
 def _order(keys: Keys, change: Change) -> int:
-    """Return the order within a revision: members are known before what is about them."""
+    """Return the order within a revision: members come before the documents that name them."""
     section, _, _ = keys.name(change.key).partition("/")
     if section not in ("members", "placements"):
         return 2
@@ -296,7 +296,7 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
 
 @dataclass(slots=True)
 class _Draft:
-    """What changes update of a view, as long as they are being folded.
+    """The mutable parts of a view while changes are being folded into it.
 
     A listing of thousands of nodes is thousands of changes: none of them copies a view.
     """
@@ -315,10 +315,10 @@ class _Draft:
     def fold(self, name: str, item: KeyValue | None) -> None:
         """Fold one key's new value, None if the key was deleted.
 
-        What one writer wrote for itself may be unreadable, and counts as absent.
+        An unreadable document that one writer wrote about itself counts as absent.
 
         Raises:
-            UsageError: what concerns the whole job is unreadable.
+            UsageError: a document about the whole job is unreadable.
         """
         self.unreadable.pop(name, None)
         try:

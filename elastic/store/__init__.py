@@ -1,4 +1,4 @@
-"""The coordinator: one contract, implemented over etcd and, for tests, in memory.
+"""Connects to the coordinator: one contract, implemented over etcd and, for tests, in memory.
 
 Importing this package loads neither gRPC nor protobuf.
 """

@@ -14,10 +14,10 @@ _DEFAULT_PORT = 2379
 
 
 class Access(StrEnum):
-    """How clients and coordinator know each other; the value is the URL's scheme."""
+    """The way clients and coordinator authenticate each other; the value is the URL's scheme."""
 
     PLAIN = "etcd"
-    """Not at all: an etcd without TLS. It may ask for a user and a password."""
+    """No authentication: an etcd without TLS. It may ask for a user and a password."""
     TLS = "etcds"
     """By TLS, with certificates from etcdctl's environment variables."""
     SECRET = "keepstep"

@@ -1,13 +1,13 @@
-"""Issues the certificates by which a job's processes and its coordinator know each other.
+"""Issues the certificates by which a job's processes and its coordinator authenticate each other.
 
-Everybody who knows the secret derives the same certificate authority from it, and lets it sign a
-certificate of a new key of their own. So members and clients authenticate each other by mutual TLS,
-and nothing but the secret has to be distributed.
+Every process that knows the secret derives the same certificate authority from it, which signs a
+certificate for a new key of its own. So members and clients authenticate each other by mutual TLS,
+and only the secret has to be distributed.
 
-The names in the certificates are constants: what a certificate shows is that its owner knows the
-secret, whatever address it has. They do not expire: whoever wants others to know the coordinator no
-longer replaces the secret. The secret must be random, because the authority's public key is seen on
-the network and would let somebody try guesses.
+The names in the certificates are constants: a certificate shows that its owner knows the secret,
+whatever address it has. Certificates do not expire: to shut out former clients, replace the secret.
+The secret must be random, because the authority's public key is seen on the network and would let
+somebody try guesses.
 
 Sources: HKDF-SHA256 of RFC 5869; keys on the curve P-256.
 """
@@ -29,9 +29,10 @@ SERVER_NAME = "coordinator.keepstep"
 
 _LABEL = b"keepstep coordinator 1: authority"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of the curve P-256 (SEC 2, 2.4.2)."""
+"""Order of the curve P-256 (SEC 2, 2.4.2)."""
 _NBYTES = 48
-"""128 bits more than the order has, so that the remainder is as good as uniform (FIPS 186-5)."""
+"""Bytes to reduce: 128 bits more than the order has, so that the remainder is nearly uniform (FIPS
+186-5)."""
 # Clocks of nodes may be wrong.
 _BEGIN = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(2200, 1, 1, tzinfo=datetime.UTC)
@@ -39,7 +40,7 @@ _END = datetime.datetime(2200, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What one process needs to authenticate itself and others, in PEM format.
+    """The PEM texts with which one process authenticates itself and others.
 
     Args:
         authority: the certificate that others' certificates are verified against.

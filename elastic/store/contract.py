@@ -1,4 +1,4 @@
-"""The coordinator contract: a transactional key-value store with revisions, leases and watches.
+"""Defines the coordinator contract: a transactional store with revisions, leases and watches.
 
 Terms and semantics are etcd's (https://etcd.io/docs/v3.5/learning/api/): the store has one
 revision counter, a transaction is atomic and takes one revision, the end of a lease deletes its
@@ -101,7 +101,7 @@ class Store(Protocol):
     """
 
     async def read(self, prefix: str, limit: int = 0) -> Listing:
-        """Return the keys that begin with `prefix`, linearizably; with `limit` the first so many.
+        """Return the keys that begin with `prefix`, linearizably; with `limit` only the first ones.
 
         A key that equals the prefix comes first.
         """

@@ -1,7 +1,7 @@
-"""Determines what a client authenticates itself to a coordinator with.
+"""Determines the credentials with which a client authenticates itself to a coordinator.
 
-For an etcd of the user's own these are etcdctl's environment variables; for one that keepstep
-started, certificates derived from a secret in a file. No secret is on a command line.
+For a user's own etcd these are etcdctl's environment variables; for one that keepstep started,
+certificates derived from a secret in a file. No secret is on a command line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SECRET_FILE_VARIABLE = "KEEPSTEP_SECRET_FILE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What this client authenticates to etcd with.
+    """The credentials of this client for etcd.
 
     Args:
         user: name for etcd's access control; None if it is off.

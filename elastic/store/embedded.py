@@ -39,10 +39,10 @@ _AUTHORITY, _CERTIFICATE, _KEY = "authority.pem", "member.pem", "member.key"
 
 
 class EmbeddedEtcd:
-    """One etcd process, run by a context manager or by `start` and `stop`.
+    """One etcd process, run as a context manager or by `start` and `stop`.
 
     Args:
-        secret: what clients prove to know.
+        secret: clients prove to know it.
         host: address or name to listen on for clients; None: this host's loopback.
         port: port for clients; 0: any free port.
         parent: private directory for the process's files; None: the directory for temporary files.
@@ -151,7 +151,7 @@ class EmbeddedEtcd:
                     context.wrap_socket(connection, server_hostname=SERVER_NAME) as probe,
                 ):
                     if probe.getpeercert(binary_form=True) != own_certificate:
-                        return False  # Another agent's etcd has got the port.
+                        return False  # Another agent's etcd has the port.
                     probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
                     if b'"health":"true"' in probe.recv(4096):
                         return True
@@ -185,7 +185,7 @@ def binary() -> str:
 
 
 def _environment(own: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without what another etcd is to read, such as the unit's or the pod's.
+    """Return the environment without variables for another etcd, such as the unit's or the pod's.
 
     etcd takes each of its options from a variable too.
     """
@@ -225,8 +225,8 @@ def _command(clients: ReservedPort, peers: ReservedPort, directory: Path) -> Seq
         "--cert-file", certificate, "--key-file", key,
         "--peer-client-cert-auth", "--peer-trusted-ca-file", authority,
         "--peer-cert-file", certificate, "--peer-key-file", key,
-        # Beside TLS: what a browser sends is answered for no origin and no host name but these,
-        # and there is no JSON interface that it could use.
+        # In addition to TLS: a browser's requests are answered for no origin and no host name but
+        # these, and there is no JSON interface that it could use.
         "--cors", client, "--host-whitelist", clients.address, "--enable-grpc-gateway=false",
         "--listen-client-urls", client, "--advertise-client-urls", client,
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,

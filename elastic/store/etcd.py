@@ -9,8 +9,9 @@ expired, or a restarted member no longer knows it, the client authenticates agai
 
 Promises beyond the contract: calls fail over between endpoints; a watch continues after the last
 revision delivered, on any endpoint that answers; a member without a leader ends the watch instead
-of keeping it open without changes (`hasleader`). A watch goes along when calls leave an endpoint: a
-member whose disk hangs keeps watches open, renews leases through its leader, and shows nothing.
+of keeping it open without changes (`hasleader`). A watch moves as well when calls leave an
+endpoint: a member whose disk hangs keeps watches open, renews leases through its leader, and shows
+nothing.
 """
 
 from __future__ import annotations
@@ -121,8 +122,7 @@ class EtcdStore:
         Args:
             address: the coordinator's endpoints.
             deadline_s: seconds for which every call, this one included, retries.
-            credentials: what to authenticate with; by default `Credentials.for_address` of the
-                environment.
+            credentials: of this client; by default `Credentials.for_address` of the environment.
 
         Raises:
             StoreUnavailable: no endpoint answers.
@@ -218,7 +218,7 @@ class EtcdStore:
             except asyncio.CancelledError:
                 _end_if_cancelled()
                 log.debug("the watch on %s goes along to another endpoint", endpoint.address)
-            # However it ended: a member may cancel every watch for a reason that is not known here.
+            # However it ended: a member may cancel a watch for any reason.
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
@@ -239,10 +239,10 @@ class EtcdStore:
 
         async def requests() -> AsyncIterator[Any]:
             yield rpc.WatchRequest(create_request=create)
-            # Their end would be that of the watch.
+            # Their end would end the watch.
             await ended.wait()
 
-        # Not by `write`: of a call that is cancelled before its member has answered it never ends.
+        # Not by `write`: it never ends if the call is cancelled before the member has answered.
         call = endpoint.watch.Watch(requests(), metadata=(("hasleader", "true"), *self._token))
         self._watches[call] = endpoint
         try:
@@ -260,7 +260,7 @@ class EtcdStore:
         finally:
             del self._watches[call]
             call.cancel()
-            # Of a call that its member has ended, gRPC leaves the requests waiting.
+            # gRPC leaves the requests of a call waiting that the member has ended.
             ended.set()
 
     async def _call(
@@ -280,7 +280,7 @@ class EtcdStore:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise LeaseLost(details) from None
                 if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    # Somebody can mend that while the job goes on.
+                    # An operator can mend that while the job goes on.
                     raise StoreUnavailable(
                         f"etcd at {endpoint.address} takes no writes: {details}; compact and "
                         "defragment it, then run `etcdctl alarm disarm` (docs/etcd.md)"
@@ -385,8 +385,8 @@ def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
 def _end_if_cancelled() -> None:
     """End the current task if it was cancelled, although a call has raised another error.
 
-    A streaming call of gRPC for asyncio takes a cancellation for itself if it has just failed, and
-    raises only that it has failed. Who tried again would never end.
+    A streaming call of gRPC for asyncio swallows a cancellation if it has just failed, and raises
+    only its failure. A caller that tried again would never end.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

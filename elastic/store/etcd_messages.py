@@ -1,4 +1,4 @@
-"""Messages and services of etcd's interface, from the descriptors in the `etcd3` package.
+"""Builds etcd's messages and services from the descriptors in the `etcd3` package.
 
 The package's generated code itself is too old for the fast implementation of protobuf: importing it
 needs the one in pure Python, for the whole process. So it is not imported. Each of its modules has
@@ -56,7 +56,7 @@ def _read_descriptors(module: str) -> bytes:
     Raises:
         UsageError: the installed package does not have them in the form of version 0.12.
     """
-    # Only the outermost package's place is asked for: that imports nothing.
+    # Only the outermost package is located: that imports nothing.
     spec = importlib.util.find_spec("etcd3")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         path = Path(folder, "etcdrpc", f"{module}.py")
@@ -81,7 +81,7 @@ def _messages(module: str) -> SimpleNamespace:
 
 
 _POOL = DescriptorPool()
-# Each after those whose messages it uses.
+# Each file comes after those whose messages it uses.
 kv = _messages("kv_pb2")
 auth = _messages("auth_pb2")
 rpc = _messages("rpc_pb2")

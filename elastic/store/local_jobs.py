@@ -95,7 +95,7 @@ def local_jobs() -> tuple[LocalJob, ...]:
             entry = msgspec.json.decode(read_file(path), type=LocalJob)
             is_alive = is_held(path)
         except (OSError, NotPrivate, msgspec.MsgspecError, ValueError):
-            continue  # The job has just ended; or this is none of our files.
+            continue  # The job has just ended, or the file is not ours.
         if is_alive:
             jobs.append(entry)
         else:
@@ -107,7 +107,7 @@ def local_jobs() -> tuple[LocalJob, ...]:
 def _path(job: str) -> Path:
     created_directory(runtime_directory())
     directory = created_directory(runtime_directory() / "jobs")
-    # A job's name may hold a slash, or be longer than a file's name; the digest keeps two apart.
+    # A job's name may hold a slash, or be longer than a file's name; the digest keeps two distinct.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:128]
     digest = hashlib.sha256(os.fsencode(job)).hexdigest()[:12]
     return directory / f"{name}-{digest}.json"

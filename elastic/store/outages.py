@@ -1,4 +1,4 @@
-"""Repeats calls that may be repeated while the coordinator does not answer."""
+"""Repeats idempotent calls while the coordinator does not answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A stream to one member of etcd, on which leases are renewed.
+"""Renews leases over one stream to a member of etcd.
 
-It stays open between renewals: for each, a stream of its own would cost the agent and the member
+The stream stays open between renewals: a new one for each would cost the agent and the member
 several times as much as the renewal.
 """
 
@@ -52,7 +52,7 @@ class RenewalStream:
             ) from None
         finally:
             if not is_answered:
-                # What it may still answer would be taken for the answer to the next request.
+                # A late answer would be taken for the answer to the next request.
                 self.close()
         if not is_answered:
             raise _error(grpc.StatusCode.UNAVAILABLE, "the stream ended")

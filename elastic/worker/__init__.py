@@ -1,1 +1,1 @@
-"""A worker process: its bootstrap, and its connection to the agent."""
+"""Runs a worker process: its bootstrap, and its connection to the agent."""

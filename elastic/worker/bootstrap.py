@@ -1,7 +1,7 @@
 """Runs one worker process: warms up, waits for an assignment, runs the user's script as `__main__`.
 
-A worker starts alike whether it is one of the first of a job or a spare that takes over: it imports
-what is slow to import, reports that it is warm, and knows nothing more until it is assigned. So a
+A worker starts the same way whether it is one of the first of a job or a spare that takes over: it
+imports slow modules, reports that it is warm, and knows nothing more until it is assigned. So a
 spare replaces a lost worker in the time that its script needs, not in the time that importing
 PyTorch needs.
 """
@@ -41,7 +41,7 @@ from keepstep.log_format import log_to_stderr_unless_configured
 from keepstep.notices import leave_notices, restore_notices
 from keepstep.processes import die_with_parent
 
-# By name: what a script will import is loaded early, and nothing here uses it.
+# By name: the script's imports are loaded early, and nothing here uses them.
 _WARM_MODULES = (
     "torch.distributed.fsdp",
     "torch.utils.data",
@@ -52,7 +52,7 @@ _WARM_MODULES = (
 )
 
 _EXIT_OUTPUT_LOST = 120
-"""Python's own status where it cannot write out what a script has printed."""
+"""Python's exit status where it cannot flush a script's output."""
 
 
 def main() -> None:
@@ -89,10 +89,10 @@ def main() -> None:
 def _end(status: int) -> NoReturn:
     """End the process as the interpreter would, except for native threads.
 
-    Native threads of process groups that the script still refers to abort some interpreters that
-    end in good order, which would look like a failure.
+    Native threads of process groups that the script still refers to abort some interpreters at a
+    normal exit, which would look like a failure.
     """
-    # It also wakes the threads of executors that nobody has shut down, which else never end.
+    # It also wakes the threads of executors that nobody has shut down, which would never end.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     is_written = flush_output()
@@ -100,12 +100,12 @@ def _end(status: int) -> NoReturn:
 
 
 def import_early() -> None:
-    """Import what a training script needs, and what PyTorch itself imports only at first use.
+    """Import a training script's usual modules, and those that PyTorch imports only at first use.
 
     Nothing is computed, for a fork server calls this (`keepstep.elastic.worker.fork_server`).
     """
-    # What is imported stays, so that to look for garbage in it again and again is in vain: it takes
-    # a seventh of the time, and once more 0.13 s while the state is restored.
+    # Imported modules stay, so looking for garbage in them is in vain: it takes a seventh of the
+    # time, and another 0.13 s while the state is restored.
     gc.disable()
     try:
         for name in _WARM_MODULES:
@@ -136,7 +136,7 @@ def import_preloaded(command: Command) -> None:
             importlib.import_module(name)
     finally:
         sys.argv = own_arguments
-        # The script is given it once it runs. A module may have set another path.
+        # The script gets it once it runs. A module may have set another path.
         with suppress(ValueError):
             sys.path.remove(directory)
     gc.collect()
@@ -144,14 +144,14 @@ def import_preloaded(command: Command) -> None:
 
 
 def _directory(command: Command) -> str:
-    """Return where Python would look first for what the script imports."""
+    """Return the directory in which Python looks first for the script's imports."""
     if command.kind is CommandKind.MODULE:
         return os.getcwd()
     return str(Path(command.target).resolve().parent)
 
 
 def _warm_up(command: Command) -> None:
-    """Import what a script needs, and let PyTorch compute a step, after which it is faster."""
+    """Import a script's usual modules, and let PyTorch compute a step, after which it is faster."""
     import_early()
     import_preloaded(command)
     warm_up.compute_step()
@@ -172,13 +172,13 @@ def _run(session: Session, command: Command) -> None:
         if stop.code is not None and not isinstance(stop.code, int):
             with suppress(Exception):  # The script may have closed it.
                 print(stop.code, file=sys.stderr)
-        # Before its peers report what breaks in their collectives.
+        # Before its peers report their broken collectives.
         session.report(Exiting(status=status, place=sendable(line_of(without_launcher(stop)))))
         _end(status)
     except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
         error = without_launcher(error)
         show(error)
-        # At once: what runs at exit may take long.
+        # At once: exit handlers may take long.
         session.report(failure_of(error))
         _end(1)
 

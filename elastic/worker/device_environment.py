@@ -1,4 +1,4 @@
-"""The environment variables of NCCL that keepstep sets for its workers, and why.
+"""Sets environment variables of NCCL for keepstep's workers, each with its reason.
 
 PyTorch and NCCL read them when a process group is created, in threads of their own: changing the
 environment later could crash a thread that reads it. So `keepstep.join` sets them once, before the
@@ -6,7 +6,7 @@ first group. A script that does not join keeps PyTorch's own watchdog, for nobod
 hung collectives. A variable that the user has set keeps the user's value.
 
 Sources: `ProcessGroupNCCL.cpp` and `ProcessGroupNCCL.hpp` of PyTorch 2.10 to 2.13, and the
-in-process restart of NVIDIA's resiliency extension, which sets most of them alike.
+    in-process restart of NVIDIA's resiliency extension, which sets most of them to the same values.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ DEVICE_VARIABLES = (
 
 
 def set_device_variables(environment: MutableMapping[str, str]) -> None:
-    """Set these variables in an environment; what the user has set stays."""
+    """Set these variables in an environment; the user's own values stay."""
     for variable in DEVICE_VARIABLES:
         environment.setdefault(variable.name, variable.value)

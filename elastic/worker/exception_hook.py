@@ -1,7 +1,7 @@
 """Keeps `sys.excepthook` right while process groups come and go.
 
-PyTorch puts "[rankN]: " before what Python shows of an exception, each time that a default group is
-created, and never takes it away. A process of a job has one group to warm up, and another one, as
+PyTorch adds "[rankN]: " to Python's display of an exception each time that a default group is
+created, and never removes it. A process of a job has one group to warm up, and another one, as
 another rank, in each generation.
 """
 
@@ -35,7 +35,7 @@ class RankPrefix:
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Take away the last group's prefix, and create the next group meanwhile.
+        """Remove the last group's prefix, and create the next group meanwhile.
 
         A hook that the script has set since then stays, above the older prefix.
         """

@@ -1,4 +1,4 @@
-"""The messages between an agent and its fork server, over a socket pair that only the two have."""
+"""Defines the messages between an agent and its fork server, over a socket pair of the two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PassProgressBoard(Message, frozen=True, kw_only=True):
 class PassStartSignal(Message, frozen=True, kw_only=True):
     """The reading end of a pipe rides on this message: the next worker waits for a byte from it.
 
-    Without one, because the agent closes the pipe, it ends: the agent does not know it.
+    If the agent closes the pipe without one, the worker ends: the agent does not know it.
     """
 
 
@@ -43,10 +43,10 @@ class Unable(Message, frozen=True, kw_only=True):
 
 
 ForkRequest: TypeAlias = PassProgressBoard | PassStartSignal | ForkWorker
-"""What an agent sends."""
+"""Messages that an agent sends."""
 
 ForkReply: TypeAlias = Prepared | Forked | Unable
-"""What a fork server sends."""
+"""Messages that a fork server sends."""
 
 FORK_PROTOCOL = Protocol(
     name="fork",

@@ -2,17 +2,17 @@
 
     python -m keepstep.elastic.worker.fork_server CONTROL
 
-The agent starts it with the workers' environment, and asks for workers over the socket CONTROL. To
-import PyTorch takes seconds of a core; to fork takes milliseconds, and the memory of what is
-imported is shared. The idea is that of `multiprocessing.forkserver`. There the server is the parent
-of what it forks; here the agent is, so that nothing depends on the server's life: a process in
-between forks the worker and ends, upon which the kernel gives the worker to the agent
-(PR_SET_CHILD_SUBREAPER). The worker then does what one that was started does (`bootstrap`).
+The agent starts it with the workers' environment, and asks for workers over the socket CONTROL.
+Importing PyTorch takes seconds of a core; forking takes milliseconds, and the imported modules'
+memory is shared. The idea is that of `multiprocessing.forkserver`. There the server is the parent
+of the processes that it forks; here the agent is, so that nothing depends on the server's life: a
+process in between forks the worker and ends, upon which the kernel gives the worker to the agent
+(PR_SET_CHILD_SUBREAPER). The worker then does the same as one that was started (`bootstrap`).
 
 A forked process has no other threads than the one that forked, and no usable devices if its parent
-used one. So nothing here computes: what is warmed up by computing is left to the worker. If what
-was imported has started threads, has opened devices or connections, nothing is forked, and the
-agent starts its workers one by one.
+used one. So nothing here computes: warming up by computation is left to the worker. If an imported
+module has started threads, or has opened devices or connections, nothing is forked, and the agent
+starts its workers one by one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ForkServer:
 
     Args:
         connection: to the agent.
-        seeds: of the generators that workers begin with.
+        seeds: of the workers' generators.
     """
 
     def __init__(self, connection: Connection[ForkReply, ForkRequest], seeds: Seeds) -> None:
@@ -88,7 +88,7 @@ class ForkServer:
         threads = _other_threads()
         if threads:
             return Unable(reason=threads)
-        # What is still in a buffer would be written by every process.
+        # Data left in a buffer would be written by every process.
         sys.stdout.flush()
         sys.stderr.flush()
         try:
@@ -145,7 +145,7 @@ def obstacle_to_forking(own: frozenset[int]) -> str:
     _, status = os.waitpid(child, 0)
     used = [name for name, module in accelerators.items() if module.is_initialized()]
     if status or used:
-        return f"what is imported used the accelerator ({', '.join(used or accelerators)})"
+        return f"an imported module used the accelerator ({', '.join(used or accelerators)})"
     return _other_threads() or _open_resource(own)
 
 
@@ -165,11 +165,11 @@ def _accelerators(torch: ModuleType) -> dict[str, ModuleType]:
 def _other_threads() -> str:
     """Describe the threads of this process besides the calling one."""
     count = len(os.listdir("/proc/self/task")) - 1
-    return f"what is imported has started threads ({count})" if count else ""
+    return f"an imported module has started threads ({count})" if count else ""
 
 
 def _open_resource(own: frozenset[int]) -> str:
-    """Describe something open that processes must not share, besides what this one started with."""
+    """Describe an open file that processes must not share, besides those open at the start."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) in own:
             continue
@@ -181,7 +181,7 @@ def _open_resource(own: frozenset[int]) -> str:
         if target.startswith(("socket:", "anon_inode:")) or (
             is_device and target not in _HARMLESS_DEVICES
         ):
-            return f"what is imported has opened {target}"
+            return f"an imported module has opened {target}"
     return ""
 
 
@@ -215,7 +215,7 @@ def _fork_or_end() -> int:
 
 @contextmanager
 def _ending_this_process() -> Iterator[None]:
-    """End a forked process with its block: what its parent has yet to do is not done twice."""
+    """End a forked process with its block, so that it does not do its parent's remaining work."""
     status = 0
     try:
         yield
@@ -227,7 +227,7 @@ def _ending_this_process() -> Iterator[None]:
 
 
 def main() -> None:
-    """Import what workers use, then fork workers until the agent is gone."""
+    """Import the workers' modules, then fork workers until the agent is gone."""
     leave_notices()
     set_title("keepstep fork server", "keepstep.elastic.worker.fork_server")
     # Workers take it from the environment too.

@@ -16,26 +16,27 @@ from keepstep.elastic.worker.messages import Assignment
 from keepstep.notices import notices_blocked
 
 VARIABLE = "KEEPSTEP_OUTPUTS"
-"""The environment variable by which an agent tells its workers."""
+"""The environment variable by which an agent passes the settings to its workers."""
 
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 _RANKS = re.compile(r"(\d+(,\d+)*)?")
 _NAME = re.compile(r"generation-(\d+)-rank-(\d+)-std(out|err)\.log")
 
 DEFAULT_DIRECTORY = "keepstep-logs"
-"""The directory, in the current one, that has one of files for each job."""
+"""The directory, in the current one, that holds a directory of files for each job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where workers' outputs go, as torchrun's options say it.
+    """Destinations of workers' outputs, in the form of torchrun's options.
 
     Args:
         directory: of the files.
-        redirects: to files instead of where they went before: `0` to `3` for all workers (none,
+        redirects: to files instead of the previous destination: `0` to `3` for all workers (none,
             stdout, stderr, both), or `LOCAL_RANK:0..3,...` for some.
-        tee: to files and to where they went before, in the same form.
-        shown: local ranks of which anything goes to where it went before, comma-separated; "": all.
+        tee: to files and to the previous destination, in the same form.
+        shown: local ranks whose output may go to the previous destination, comma-separated; "":
+            all.
 
     Raises:
         ValueError: a text has another form.
@@ -58,7 +59,7 @@ class Outputs:
 
     @classmethod
     def decode(cls, text: str) -> Outputs:
-        """Return what `encode` made a text of."""
+        """Parse a text that `encode` returned."""
         return cls(**json.loads(text))
 
     def encode(self) -> str:
@@ -66,12 +67,12 @@ class Outputs:
         return json.dumps(asdict(self))
 
     def is_shown(self, local_rank: int) -> bool:
-        """Whether anything of this worker goes to where it went before."""
+        """Whether any output of this worker goes to its previous destination."""
         return not self.shown or str(local_rank) in self.shown.split(",")
 
 
 def chosen_streams(text: str, local_rank: int) -> int:
-    """Return 0 to 3 for a worker, of a text that `Outputs` takes."""
+    """Return 0 to 3 for a worker, from a text that `Outputs` takes."""
     if ":" not in text:
         return int(text)
     by_rank = dict(part.split(":") for part in text.split(","))
@@ -79,7 +80,7 @@ def chosen_streams(text: str, local_rank: int) -> int:
 
 
 def redirect(outputs: Outputs, assignment: Assignment) -> None:
-    """Send stdout and stderr to where they are to go, with files named by generation and rank."""
+    """Redirect stdout and stderr, with files named by generation and rank."""
     local_rank = assignment.local_rank
     tee = chosen_streams(outputs.tee, local_rank)
     to_files = tee | chosen_streams(outputs.redirects, local_rank)
@@ -100,10 +101,10 @@ def redirect(outputs: Outputs, assignment: Assignment) -> None:
 
 
 def _copy(stream: TextIO, path: Path) -> None:
-    """Send a stream to a file, and to where it went before."""
-    # It ends by itself when the last writer has closed the pipe. Until then it has a session of its
-    # own: what is left in the worker's is killed when the worker has ended, and so would be its
-    # last output.
+    """Send a stream to a file and to its previous destination."""
+    # It ends by itself when the last writer has closed the pipe. It has a session of its own:
+    # processes left in the worker's session are killed when the worker has ended, and the worker's
+    # last output would be lost.
     with notices_blocked():
         copier = subprocess.Popen(
             ["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream, start_new_session=True
@@ -129,7 +130,7 @@ def log_files(directory: Path) -> list[LogFile]:
 
 
 def copies_output(command: Sequence[str]) -> bool:
-    """Whether this is the command line of a process that `redirect` has started."""
+    """Return whether this is the command line of a process that `redirect` has started."""
     return (
         len(command) == 3
         and command[0] == "tee"

@@ -1,4 +1,4 @@
-"""The messages between an agent and its workers, and the records that start and place a worker.
+"""Defines the messages between an agent and its workers, and the records that start one.
 
 They travel over a socket pair that only the two processes have: the agent creates it, and the
 worker inherits one end. The end of the connection is how either process learns that the other one
@@ -26,7 +26,7 @@ _MAX_TEXT_CHARACTERS = 2**16
 
 
 class CommandKind(enum.StrEnum):
-    """How a worker runs its target."""
+    """The way a worker runs its target."""
 
     SCRIPT = "script"
     """The target is the path of a Python script."""
@@ -38,7 +38,7 @@ class CommandKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What the user asked to run.
+    """The command that the user asked to run.
 
     `preload` are modules that workers import while they warm up.
     """
@@ -54,7 +54,7 @@ class Command:
 
     @classmethod
     def decode(cls, text: str) -> Command:
-        """Return the command that `encode` returned as text."""
+        """Parse a text that `encode` returned."""
         return msgspec.json.decode(text, type=cls)
 
 
@@ -162,9 +162,9 @@ class Failed(Message, frozen=True, kw_only=True):
         error: its type and message, in one line, with the line of the script where no traceback
             follows.
         traceback: the exception as Python shows it; "" where that says no more.
-        is_fatal: the cause is what the user gave, so that another attempt would end alike.
-        place: the exception's type, and the line that raised it; "" if what surrounds the job may
-            be the cause, so that it may not come again.
+        is_fatal: the cause is in the user's input, so that another attempt would end the same way.
+        place: the exception's type, and the line that raised it; "" if the job's surroundings may
+            be the cause, so that it may not happen again.
         is_peer: it says that a peer is gone.
     """
 
@@ -196,7 +196,7 @@ class RestartRequested(Message, frozen=True, kw_only=True):
 
 
 class GenerationReport(Message, frozen=True, kw_only=True):
-    """Base of what concerns one generation; it means nothing in any other."""
+    """Base of messages about one generation; they mean nothing in any other."""
 
     generation: int
 
@@ -214,8 +214,8 @@ class Restored(GenerationReport, frozen=True, kw_only=True):
         at_s: when, by the wall clock.
         source: where the state came from, comma-separated.
         step: the step it goes on from.
-        loaded: what it has found in storage; only rank 0 sends it, and only if it resumed from
-            there.
+        loaded: the checkpoint that it has found in storage; only rank 0 sends it, and only if it
+            resumed from there.
     """
 
     at_s: float
@@ -323,7 +323,7 @@ WorkerMessage: TypeAlias = (
     | Broken
     | SnapshotIntervalChosen
 )
-"""What a worker sends."""
+"""Messages that a worker sends."""
 
 
 class Stop(Message, frozen=True):
@@ -333,7 +333,7 @@ class Stop(Message, frozen=True):
 AgentMessage: TypeAlias = (
     Assign | CloseGeneration | AbortOrdered | SnapshotCommitted | Stored | Stop
 )
-"""What an agent sends."""
+"""Messages that an agent sends."""
 
 PROTOCOL = Protocol(
     name="worker",

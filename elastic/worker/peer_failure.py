@@ -1,4 +1,4 @@
-"""Recognises exceptions that the failure of a peer or of the network has caused."""
+"""Recognizes exceptions caused by the failure of a peer or of the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOST_CONNECTION = (
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception of a training step comes from the failure of a peer or the network."""
+    """Return whether the failure of a peer or the network caused a training step's exception."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.distributed.DistError):
         return True
@@ -26,7 +26,7 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception says that a peer is gone, and not that this node is at fault."""
+    """Return whether an exception says that a peer is gone, and not that this node is at fault."""
     return is_peer_failure(error) and any(text in text_of(error) for text in _LOST_CONNECTION)
 
 

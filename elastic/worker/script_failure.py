@@ -27,12 +27,13 @@ from keepstep.elastic.worker.peer_failure import is_lost_peer, is_peer_failure, 
 from keepstep.log_format import log_line
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
-# Keepstep, and what it calls on the way to its errors, such as contextlib. A dataclass makes code.
+# Keepstep, and modules that it calls on the way to its errors, such as contextlib. A dataclass
+# makes code.
 _NOT_THE_USERS = (
     "<string>",
     str(Path(keepstep.__file__).parent) + "/",
     sysconfig.get_path("stdlib") + "/",
-    # What keepstep reaches S3 by.
+    # The libraries through which keepstep reaches S3.
     *(f"{sysconfig.get_path('purelib')}/{name}/" for name in ("botocore", "urllib3")),
 )
 
@@ -40,8 +41,8 @@ _NOT_THE_USERS = (
 def without_launcher(error: BaseException) -> BaseException:
     """Return the exception with the frames of the user's script and below alone.
 
-    Errors that keepstep raises on purpose explain themselves: where in the script they came from
-    stays, where in keepstep does not, nor what keepstep caught there.
+    Errors that keepstep raises on purpose explain themselves: their frames in the script stay,
+    those in keepstep do not, nor do the exceptions that keepstep caught there.
     """
     entries: list[TracebackType] = []
     entry = error.__traceback__
@@ -66,7 +67,7 @@ def without_launcher(error: BaseException) -> BaseException:
 
 
 def _is_the_users(error: BaseException) -> bool:
-    """Whether code that is not keepstep's has a part in an exception."""
+    """Return whether code outside keepstep has a part in an exception."""
     return any(
         not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -87,7 +88,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return an exception as Python shows it, with the exceptions that it came from."""
+    """Return an exception as Python shows it, with its causes."""
     return "".join(traceback.format_exception(error))
 
 
@@ -104,9 +105,9 @@ def show(error: BaseException) -> None:
 
 
 def flush_output() -> bool:
-    """Write out what is in Python's buffers; return whether nothing of it is lost.
+    """Flush Python's output buffers; return whether nothing is lost.
 
-    As the interpreter does at its end: an output that the script has closed or taken away is none.
+    As at the interpreter's end, an output that the script has closed or removed does not count.
     """
     is_complete = True
     for stream in (sys.stdout, sys.stderr):
@@ -122,9 +123,9 @@ def flush_output() -> bool:
 
 
 def failure_of(error: BaseException) -> Failed:
-    """Return what the agent is told of an exception that ended the script.
+    """Return the report to the agent about an exception that ended the script.
 
-    One line says all of an error that explains itself: the message, and the line of the script.
+    One line suffices for an error that explains itself: the message, and the line of the script.
 
     Args:
         error: as `without_launcher` returned it.
@@ -150,7 +151,8 @@ def _has_more_to_show(error: BaseException) -> bool:
 def place_of(error: BaseException) -> str:
     """Return an exception's type and the line that raised it, as "ValueError at train.py:17".
 
-    "" for what the network, a disk, a device or a peer may have caused: it may not come again.
+    "" for an exception that the network, a disk, a device or a peer may have caused: it may not
+    happen again.
 
     Args:
         error: as `without_launcher` returned it.
@@ -170,7 +172,7 @@ def line_of(error: BaseException) -> str:
 
 
 def _is_of_an_ended_process(error: BaseException) -> bool:
-    """Whether it says that a process which the script has started was ended, as for its memory.
+    """Return whether it says that a process of the script was ended, for instance for its memory.
 
     A peer's end, read from a pipe, is an EOFError. The rest have no class of their own.
     """
@@ -182,7 +184,7 @@ def _is_of_an_ended_process(error: BaseException) -> bool:
 
 
 def _chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it came from, each once."""
+    """Yield an exception and its causes, each once."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -200,7 +202,7 @@ def _of_the_surroundings() -> tuple[type[BaseException], ...]:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether what the user gave is wrong, so that another attempt would end the same way.
+    """Return whether the user's input is wrong, so that another attempt would end the same way.
 
     Args:
         error: as `without_launcher` returned it.

@@ -1,9 +1,9 @@
 """Leaves signals that announce a node's end to the agent, once a script has joined the job.
 
 From then on the agent alone answers them: it has the newest state stored or handed over. A handler
-that the script has installed, before or after, is called as in any process. What the script starts
-begins as it would without keepstep: programs by exec(2), which resets handlers, and processes that
-it forks by what is registered here.
+that the script has installed, before or after, is called as in any process. Processes of the script
+begin as they would without keepstep: exec(2) resets handlers for programs, and a function that is
+registered here resets them in forked processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def leave_notices_to_agent() -> None:
     for number in NOTICES:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _ignore)
-            # What native code waits for is not interrupted.
+            # Waits in native code are not interrupted.
             signal.siginterrupt(number, False)
 
 

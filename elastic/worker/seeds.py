@@ -1,8 +1,8 @@
-"""Seeds the generators of random numbers of forked processes as those of started ones are.
+"""Seeds the random number generators of forked processes as those of started ones are.
 
-Processes that are forked would all draw the same, and Python seeds its own generator anew in each.
-What was seeded by chance when it was imported is to be seeded by chance in each process; what a
-module of the user has seeded stays so.
+Forked processes would all draw the same numbers, and Python seeds its own generator again in each.
+A generator that was seeded at random on import is seeded at random in each process; one that a
+module of the user has seeded keeps its seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def generator_states() -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Seeds:
-    """What forked processes begin with.
+    """The generators' states that forked processes begin with.
 
     Attributes:
         kept: the libraries whose generators keep their state.

@@ -2,7 +2,7 @@
 
 A worker process has one session. The bootstrap (`keepstep.elastic.worker.bootstrap`) opens it
 before the user's script runs, and `keepstep.join` gets it from `current`. One daemon thread
-receives; it records what it receives and wakes whoever waits, so it works while the main thread
+receives; it records each message and wakes waiting threads, so it works while the main thread
 computes.
 
 Promise: a worker that no longer receives from its agent exits at once. If the agent is gone, nobody
@@ -104,8 +104,8 @@ class Session:
     def report(self, message: WorkerMessage) -> None:
         """Send a message to the agent; if the agent is gone, the process ends.
 
-        It also ends if the script has closed the connection, and the agent learns why. Only an
-        exception of the script is told all the same.
+        It also ends if the script has closed the connection, and the agent learns why. An exception
+        of the script is still reported.
         """
         if self._is_cut_off:
             if isinstance(message, Exiting):
@@ -168,7 +168,7 @@ class Session:
         return stored.step
 
     def roll_back(self, generation: int, step: int) -> None:
-        """Take no checkpoint of an older generation for stored whose step this one has undone.
+        """Count no checkpoint of an older generation as stored if this one has undone its step.
 
         The leader may not know yet that the job has gone back to `step`.
         """
@@ -196,7 +196,8 @@ class Session:
             return self.is_committed(step)
 
     def wait_for_stored(self, step: int, generation: int) -> bool:
-        """Block until a checkpoint of `step` or later is in storage; False if it closes first."""
+        """Block until a checkpoint of `step` or later is stored; return False if it closes
+        first."""
         with self._changed:
             self._changed.wait_for(lambda: self.stored_step >= step or self.is_closing(generation))
             return self.stored_step >= step
@@ -212,7 +213,7 @@ class Session:
             return self._changed.wait_for(lambda: self.is_closing(generation), timeout_s)
 
     def wait_for_abort_order(self, generation: int) -> None:
-        """Block until this rank may abort its collectives of a generation that something broke.
+        """Block until this rank may abort its collectives of a broken generation.
 
         The agent ends this process if that takes too long.
         """
@@ -220,18 +221,18 @@ class Session:
             self._changed.wait_for(lambda: self._ordered_generation >= generation)
 
     def on_abort(self, abort: Callable[[], None] | None, *, awaits_order: bool) -> None:
-        """Set what is called, on the receiving thread, when something broke in the generation.
+        """Set the function to call, on the receiving thread, when the generation breaks.
 
         If it raises, the process ends, and the agent replaces the worker.
 
         Args:
             abort: breaks off the collectives under way.
-            awaits_order: not before the leader has ordered it.
+            awaits_order: call it only after the leader has ordered it.
         """
         self._abort, self._awaits_order = abort, awaits_order
 
     def exit_for_replacement(self, reason: str, *, is_fault: bool = False) -> NoReturn:
-        """End this process, which can enter no other generation; another one takes its place.
+        """End this process, which can enter no other generation, so that another one replaces it.
 
         Args:
             reason: why.
@@ -258,7 +259,7 @@ class Session:
 
     @property
     def _is_cut_off(self) -> bool:
-        """Whether the descriptor of the connection is closed, or something else by now."""
+        """Return whether the connection's descriptor is closed, or is another file's by now."""
         return _identity(self._descriptor) != self._socket
 
     def _receive_all(self) -> None:
@@ -336,7 +337,7 @@ class Session:
 
 
 def _identity(descriptor: int) -> tuple[int, int] | None:
-    """Return what is open under a number; None if nothing is."""
+    """Return the file that is open under a number; None if there is none."""
     try:
         status = os.fstat(descriptor)
     except OSError:

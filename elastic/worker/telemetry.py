@@ -1,8 +1,8 @@
 """Records a worker of `keepstep run --monitor`: one telemetry ring for each generation it enters.
 
 The monitor's recorder needs PyTorch, which agents do without, so it is imported where it is used.
-What goes wrong is logged once and leaves the worker as it was: a job without a monitor is better
-than none.
+A failure is logged once and leaves the worker as it was: a job without a monitor is better than no
+job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Workers remove it before the script runs."""
 
 
 def prepare() -> None:
-    """Import and build what recording needs; building takes seconds, once on each machine."""
+    """Import and build the recorder; building takes seconds, once on each machine."""
     import keepstep.monitor.telemetry.attachment  # noqa: F401
     from keepstep.monitor.telemetry.native import build
 

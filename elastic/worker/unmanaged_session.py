@@ -1,4 +1,4 @@
-"""The session of a process that no agent of keepstep has started: `python`, a notebook, torchrun.
+"""Provides the session of a process without an agent: `python`, a notebook, torchrun.
 
 The same script computes the same steps there, with the ranks that it was started with: nothing is
 taken over from a lost rank, and no snapshot is taken. So a script can be debugged, and go back to
@@ -74,10 +74,10 @@ class UnmanagedSession(Session):
         return self._place.rank
 
     def report(self, message: WorkerMessage) -> None:
-        """Nobody is told."""
+        """Do nothing: there is no agent."""
 
     def progress(self, generation: int, step: int) -> None:
-        """Nobody is told."""
+        """Do nothing: there is no agent."""
 
     def wait_for_assignment(self, newer_than: int) -> Assignment:
         """Return the only one.
@@ -138,7 +138,7 @@ class UnmanagedSession(Session):
         raise UsageError(f"{reason}; {_NEEDS_RUN}")
 
     def restart_script(self, reason: str) -> NoReturn:
-        """Raise UsageError: nobody begins the script anew."""
+        """Raise UsageError: there is no agent to restart the script."""
         raise UsageError(f"{reason}; {_NEEDS_RUN}")
 
 

@@ -1,8 +1,8 @@
-"""Computes a step before there is anything to compute, after which PyTorch's first one is faster.
+"""Computes a step in advance, after which PyTorch's first one is faster.
 
-What is computed is a small model that FSDP2 shards over one rank, alone in a process group of its
-own. Afterwards the process is as it was: it has neither group nor mesh, what DTensor has cached of
-them is dropped, no device was used, and no random number was drawn.
+The model is a small one that FSDP2 shards over one rank, alone in a process group of its own.
+Afterwards the process is as it was: it has neither group nor mesh, what DTensor has cached of them
+is dropped, no device was used, and no random number was drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTH = 8
 
 def compute_step() -> None:
     """Build, shard and train a small model; without process groups, train one parameter."""
-    # Whoever records a process from its first process group on would take this one for the job's.
+    # A recorder that starts with a process's first group would take this one for the job's.
     if not os.environ.get(_MONITOR_VARIABLE):
         try:
             _compute_sharded_step()

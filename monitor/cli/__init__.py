@@ -1,1 +1,1 @@
-"""The monitor's commands: `keepstep monitor`, `keepstep top`, `keepstep doctor`."""
+"""Implements the monitor's commands: `keepstep monitor`, `keepstep top`, `keepstep doctor`."""

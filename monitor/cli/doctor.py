@@ -200,7 +200,7 @@ def show(outcome: Outcome) -> None:
         if count == 1:
             scope = "this node; no link to another one was measured"
         elif count == 2:
-            scope = "2 nodes and the link between them; which of two is slow cannot be told"
+            scope = "2 nodes and the link between them; two do not show which one is slow"
         else:
             scope = f"{count} nodes and the links between them"
         console.print(f"[green]healthy[/green]: {scope}")

@@ -17,11 +17,11 @@ PENDING_S = 10.0
 
 
 class ConnectionLimits:
-    """The connections of which no request was authorized yet: few, and none for long.
+    """The connections without an authorized request so far: few, and none for long.
 
     Args:
-        pending_s: after so many seconds one is dropped.
-        most_pending: beyond so many the oldest is dropped.
+        pending_s: seconds after which one is dropped.
+        most_pending: number beyond which the oldest is dropped.
     """
 
     def __init__(self, pending_s: float = PENDING_S, most_pending: int = MAX_PENDING) -> None:

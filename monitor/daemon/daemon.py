@@ -48,7 +48,8 @@ _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
 _JOB_STATUS_EVERY_S = 2.0
 _RANKS_TO_DUMP = 4
-"""Of one verdict: the root of a hang is one rank or two; more stacks add no information."""
+"""Stacks to dump for one verdict: the root of a hang is one rank or two; more add no
+information."""
 
 
 class Daemon:

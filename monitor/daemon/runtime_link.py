@@ -41,7 +41,7 @@ _ENFORCING_MODES = (Mode.RESTART, Mode.REPLACE)
 
 
 class _RuntimeState(Enum):
-    """What is known of the job's runtime."""
+    """State of the job's runtime, as far as it is known."""
 
     ABSENT = auto()
     """There is no such job."""

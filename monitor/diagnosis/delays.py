@@ -87,7 +87,7 @@ def message_delays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkInputs:
-    """Inputs of `find_slow_links` beside the series.
+    """Inputs of `find_slow_links` in addition to the series.
 
     Args:
         counts: messages a step, by packed link.
@@ -203,7 +203,7 @@ def _shape(
 
 
 def lines_of(ends: np.ndarray, slow: np.ndarray, nearly: np.ndarray) -> dict[int, list[int]]:
-    """Return the ranks most of whose cells on one side are nearly slow, with those cells.
+    """Return the ranks with nearly slow cells on most of one side, and those cells.
 
     At least one of the cells is slow, and there are two or more on that side.
     """

@@ -132,7 +132,7 @@ def digest(
     """Return the state to remember, and a digest of what was recorded since the last reading.
 
     Ranks that are missing keep their state. A rank whose records were overwritten before they were
-    read starts anew.
+    read starts over.
 
     Args:
         readings: what the rings of some ranks hold now; may repeat what was read before.
@@ -255,7 +255,7 @@ def _unread(batch: RecordBatch, cuts: np.ndarray) -> RecordBatch:
 def _newest(operations: np.ndarray, owner: np.ndarray) -> _OperationBatch:
     """Return each operation once, sorted by channel and number.
 
-    Of several records of an operation, the one that ended last is kept.
+    Among several records of an operation, the one that ended last is kept.
     """
     channel = _channel_keys(
         owner, operations["communicator"], operations["code"], operations["peer"]
@@ -298,7 +298,7 @@ def _channel_keys(
 
 
 def _fits(values: np.ndarray, bits: int) -> bool:
-    """Return whether all values are unsigned integers of so many bits."""
+    """Return whether all values are unsigned integers of at most `bits` bits."""
     return not len(values) or (values.min() >= 0 and int(values.max()) >> bits == 0)
 
 

@@ -36,7 +36,7 @@ from keepstep.monitor.records import Phase
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _UNPROVED_CONFIDENCE = 0.6
-"""Of a verdict that is only shown: ranks that compute, load or save look the same."""
+"""Confidence of a verdict that is only shown: ranks that compute, load or save look the same."""
 
 
 def find_hangs(job: HangInputs, thresholds: HangThresholds) -> tuple[Verdict, ...]:

@@ -142,7 +142,7 @@ NOTHING = StepSeries(
     held=np.zeros(0, np.int64),
 )
 NO_RANKS = replace(NOTHING, keeps_known=True)
-"""A series without steps, of which each rank is a subject."""
+"""A series without steps, whose subjects are the ranks."""
 
 
 def changed_of_two(history: StepSeries, slower: int, limit: float) -> np.ndarray:
@@ -155,7 +155,7 @@ def changed_of_two(history: StepSeries, slower: int, limit: float) -> np.ndarray
 
     Returns:
         Whether each may have, shape (2,): none, the slower one, or both, which is inconclusive.
-        What the other one varies by on a busy machine is small beside the slower one's change.
+        On a busy machine the other one's variation is small compared with the slower one's change.
     """
     growth = history.growth()
     changed = np.zeros(2, bool)

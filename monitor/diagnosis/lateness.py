@@ -18,7 +18,7 @@ from keepstep.monitor.diagnosis.transfers import communicators_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """What the operations of recent steps took.
+    """Durations of the operations of recent steps.
 
     Args:
         delays: average delays of messages by packed link, of each step.

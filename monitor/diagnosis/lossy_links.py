@@ -31,8 +31,8 @@ from keepstep.monitor.diagnosis.thresholds import SlowThresholds
 from keepstep.monitor.verdicts import Subject, Verdict
 
 _AVERAGED_STEPS = 3
-"""With four messages a step, of which one in five is sent again, six steps in ten are delayed, and
-nine in ten of three steps together. A single outlier is in three averages, of eight that must be
+"""With four messages a step, one in five of them sent again, six steps in ten are delayed, and nine
+in ten of three steps together. A single outlier is in three averages, of eight that must be
 high."""
 
 

@@ -1,9 +1,9 @@
 """Learns how long a job's ranks pause by themselves, by the kind of pause.
 
 A rank pauses when it begins and ends nothing. If it goes on afterwards, the pause was no hang, and
-a later one of the same kind may take as long. What is known is the longest pause of each kind in
-this generation, over all ranks, to the precision of the readings. Waiting for other ranks is no
-pause: it lasts as long as what these do.
+a later one of the same kind may take as long. It records the longest pause of each kind in this
+generation, over all ranks, to the precision of the readings. Waiting for other ranks is no pause:
+it lasts as long as what these do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keepstep.monitor.records import Phase
 
 
 class PauseKind(StrEnum):
-    """What a rank does while it begins and ends nothing."""
+    """The activity of a rank that begins and ends nothing."""
 
     STEP = "in a step"
     """Computes, or compiles."""

@@ -40,7 +40,7 @@ from keepstep.monitor.verdicts import Advice, Syndrome, Verdict
 
 _MESSAGES = (Operation.SEND, Operation.RECEIVE)
 
-# A rank is slow if it caused this share of all waiting, on so many occasions, and if that is this
+# A rank is slow if it caused this share of all waiting, on this many occasions, and if that is this
 # share of the recorded time. Its longest waits are left out, because waits at the start of a job
 # are arbitrary.
 _SLOW_SHARE = 0.7
@@ -518,7 +518,7 @@ def _stuck_operation(analysis: _PostmortemAnalysis, operation: OpenOperation) ->
 def _slow(job: JobRecords) -> tuple[list[Verdict], list[str]]:
     """Return a verdict on the rank that others waited for most, or remarks why none is possible.
 
-    All ranks leave a collective nearly together. How far apart their ends seem to be is the error
+    All ranks leave a collective nearly together. The apparent distance of their ends is the error
     of times and clocks.
     """
     arrivals = _complete_collectives(job)

@@ -150,7 +150,7 @@ def _has_more_load(
 def _is_of_the_node(job: SlownessInputs, hot: np.ndarray) -> np.ndarray:
     """Return which ranks are on a node that is slow by itself.
 
-    Its metrics show it, or it was slow with other ranks as well, none of which is slow now.
+    Its metrics show it, or it was slow with other ranks as well, and none of those is slow now.
     """
     if not job.throttled and not job.earlier:
         return np.zeros(len(hot), bool)
@@ -171,7 +171,7 @@ def _widespread(
     job: SlownessInputs,
     thresholds: SlowThresholds,
 ) -> np.ndarray:
-    """Return the ranks that are slow together with so many peers that none is to blame.
+    """Return the ranks that are slow together with too many peers for one to be to blame.
 
     If all of them are on one node, half of the peers may be slow. A rank half as far out as the
     least of those found counts too: when many slow down at once, not all are found in the same

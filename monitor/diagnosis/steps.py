@@ -31,8 +31,8 @@ from keepstep.monitor.diagnosis.transfers import transfer_keys
 from keepstep.monitor.records import Communicator, joined
 
 _LATE_S = 6.0
-"""Maximum seconds between the first and the last rank's report of a step: three levels of
-daemons, each of which polls once a second and digests once a second."""
+"""Maximum seconds between the first and the last rank's report of a step: three levels of daemons,
+each polling once a second and digesting once a second."""
 _LATE_STEPS = 3
 """The same in steps: at least this many, however long they are."""
 _MOST_LATE_STEPS = 1000

@@ -53,17 +53,17 @@ class HangThresholds:
     act_steps: float = 10.0
     """The same in steps: in steps of 12 s, three of them are no proof."""
     act_patience: float = 2.0
-    """The same in multiples of the patience: proof takes longer than telling, in any phase."""
+    """The same in multiples of the patience: proof takes longer than a report, in any phase."""
     act_between_steps_s: float = 600.0
     """The same for a rank between steps or in an evaluation: what user code does there is not
     recorded, and uploads to a slow store use neither processor nor disk."""
     learnt_ratio: float = 2.0
     """A pause in a checkpoint, an evaluation, between steps or for data is reported only if it is
-    so many times as long as the longest of its kind that ended by itself."""
+    this many times as long as the longest of its kind that ended by itself."""
     act_learnt_ratio: float = 3.0
     """The same for acting, also within a step."""
     late_ratio: float = 3.0
-    """An operation that all ranks have begun is stuck only if it takes so many times as long as
+    """An operation that all ranks have begun is stuck only if it takes this many times as long as
     such operations took in a recent step together: where packets are lost, stalls of 0.2, 0.6, 1.4
     and 3 s follow each other."""
     quiet_s: float = 30.0
@@ -77,7 +77,7 @@ class HangThresholds:
     quiet_gpu_share: float = 0.05
     """And if kernels run on its GPU for less than this share of the time."""
     activity_age_s: float = 15.0
-    """What a process does is not known if it was sampled longer ago; it is every 5 s."""
+    """A process's activity is not known if it was sampled longer ago; it is sampled every 5 s."""
     dead_s: float = 0.5
     """A dead process needs no patience; this only lets the survivors' errors arrive, so the
     evidence includes who waited."""
@@ -218,12 +218,12 @@ class NodeThresholds:
     processes that were ended. An uncorrectable memory error alone (48) is contained unless 64 or
     95 follows."""
     contained_limit: int = 3
-    """So many contained errors within `error_window_s` call for another node: spare rows run
+    """Number of contained errors within `error_window_s` that call for another node: spare rows run
     out."""
     error_window_s: float = 3600.0
     """For which errors of devices are remembered and counted."""
     errors_kept: int = 256
-    """At most so many errors of a node are remembered: a device that fails continuously reports
+    """Number of errors of a node that are remembered: a device that fails continuously reports
     hundreds a second."""
     error_held_s: float = 600.0
     """After the last error of a device, the verdict on it ends: nothing reports that a device has

@@ -44,7 +44,7 @@ def communicators_of(keys: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferInputs:
-    """Inputs of `find_slow_transfers` beside the series.
+    """Inputs of `find_slow_transfers` in addition to the series.
 
     Args:
         communicators: of the job.

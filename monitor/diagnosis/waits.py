@@ -341,7 +341,7 @@ def _resolved_ranks(
 def _cycle(
     start: int, operations: tuple[OpenOperation, ...], open_of_rank: Mapping[int, list[int]]
 ) -> tuple[int, ...]:
-    """Follow the first edge from a rank none of whose paths ends, until a rank repeats."""
+    """Follow first edges from a rank without a path that ends, until a rank repeats."""
     path: list[int] = []
     position_of: dict[int, int] = {}
     rank = start

@@ -16,10 +16,10 @@ import psutil
 from keepstep.monitor.diagnosis.metrics import GpuMetrics
 
 _MOST_EVENTS = 64
-"""Of one sample: a device that fails continuously must not block the monitor."""
+"""Events read in one sample: a device that fails continuously must not block the monitor."""
 _KEPT_XIDS = 256
-"""Of one device: every sample and every summary has them. Several samples' worth of events, so that
-diagnosis sees each though it reads less often."""
+"""Events kept of one device: every sample and every summary has them. Several samples' worth of
+events, so that diagnosis sees each though it reads less often."""
 
 
 class GpuProbe:

@@ -22,7 +22,7 @@ from keepstep.monitor.telemetry.ring import stat_fields
 _EVERY_S = 0.9
 _SLOW_EVERY_S = 5.0
 _UNREADABLE = (NotImplementedError, OSError)
-"""What psutil raises where /proc or /sys lacks a file, as in some containers."""
+"""Errors of psutil where /proc or /sys lacks a file, as in some containers."""
 
 
 class NodeProbe:

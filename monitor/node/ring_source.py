@@ -1,8 +1,8 @@
 """Reads a job's rings on this node: the records that may have changed since the previous reading.
 
-A ring holds some 20,000 records, of which few are new half a second later. The number of records
-to read follows from how many were new last time and from how far back the oldest open record lies.
-If that was too few, the whole ring is read at once: it still holds them.
+A ring holds some 20,000 records, and few are new half a second later. The number of records to read
+follows from how many were new last time and from how far back the oldest open record lies. If that
+was too few, the whole ring is read at once: it still holds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOG = logging.getLogger("keepstep.monitor")
 _SWEEP_EVERY_S = 60.0
 _LEAST = 128
 _FIRST_STAMP = 2
-"""Of a lane's first record; stamps grow by two a record."""
+"""Stamp of a lane's first record; stamps grow by two a record."""
 _AHEAD = 2
 """Times the records that were new last time: the rate of a job varies."""
 

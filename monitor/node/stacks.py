@@ -3,9 +3,9 @@
 The process is not paused (`--nonblocking`): the threads of a hung process do not move, and the
 monitor must not stop a process that does. A few frames may therefore be wrong.
 
-Whoever may ask a daemon for stacks can ask often, so only a few dumps run at a time, and one of a
-process at most. Only this user's processes are looked into, whatever a ring contains: a monitor may
-have the capability to look into others'.
+Anyone who may ask a daemon for stacks can ask often, so only a few dumps run at a time, and one of
+a process at most. Only this user's processes are looked into, whatever a ring contains: a monitor
+may have the capability to look into others'.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def dump(pid: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         return {"error": f"process {pid} is not this user's; run the monitor as the job's user"}
     program = _program()
     if program is None:
-        return {"error": "py-spy is not installed beside keepstep; pip install py-spy"}
+        return {"error": "py-spy is not installed with keepstep; pip install py-spy"}
     process = await asyncio.create_subprocess_exec(
         *(program, "dump", "--nonblocking", "--json", "--pid", str(pid)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -96,9 +96,9 @@ def _is_own(pid: int) -> bool:
 
 
 def _program() -> str | None:
-    """Return py-spy's path: beside this interpreter, where pip puts it, else on PATH."""
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+    """Return py-spy's path: next to this interpreter, where pip puts it, else on PATH."""
+    installed = Path(sys.executable).parent / "py-spy"
+    return str(installed) if installed.exists() else shutil.which("py-spy")
 
 
 def _thread(thread: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""`keepstep doctor`: what is wrong with nodes before a job starts on them."""
+"""Finds what is wrong with nodes before a job starts on them: `keepstep doctor`."""

@@ -1,10 +1,10 @@
 """Examines this node and its links before a job starts; every node learns the same outcome.
 
 There is no coordinator. All doctors are given the same addresses; sorted, these are the
-participants of a round-robin tournament: each doctor knows whom it measures when. Of a pair,
-the doctor with the lower place connects and measures. A doctor takes part in a measurement only in
-the round that it is in, so that no busy node is measured. After the last round every doctor asks
-every other one for what it measured.
+participants of a round-robin tournament: each doctor knows whom it measures when. In a pair, the
+doctor with the lower place connects and measures. A doctor takes part in a measurement only in the
+round that it is in, so that no busy node is measured. After the last round every doctor asks every
+other one for what it measured.
 
 Owners: a `Doctor` owns its listener and the threads that serve it; leaving its context ends them.
 """
@@ -89,7 +89,7 @@ class Participants:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What all doctors measured, who is missing and why, and what should be seen to."""
+    """The measurements of all doctors, who is missing and why, and what needs attention."""
 
     examinations: tuple[NodeExamination, ...]
     missing: Mapping[str, str]
@@ -220,7 +220,7 @@ class Doctor:
                     strangers.add(address)
                     still_waiting.append(address)
                 except (MonitorUnreachable, ProtocolViolation) as error:
-                    # A stranger that has given up answers no more, which is not its trouble.
+                    # A stranger that has stopped waiting answers no more, which is not its trouble.
                     if address not in strangers:
                         reasons[address] = str(error)
                     still_waiting.append(address)

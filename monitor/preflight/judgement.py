@@ -1,8 +1,8 @@
 """Judges what doctors measured, and names the nodes and links that should be seen to. Pure.
 
 A node is judged against the other nodes, never against figures of a data sheet: a job suffers from
-the one node that differs. What is wrong by itself (a wrong product, a peer that does not answer, a
-clock far off) is a defect with a single node too.
+the one node that differs. A measurement that is wrong by itself (a wrong product, a peer that does
+not answer, a clock far off) is a defect with a single node too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINK_SHARE = 0.5
 
 Paths through a network may share capacity and differ by that much."""
 LATENCY_RATIO = 5.0
-"""A link with so many times the usual latency is named.
+"""A link with this many times the usual latency is named.
 
 One switch more or less makes no such difference."""
 _MIN_LINKS = 3

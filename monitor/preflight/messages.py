@@ -1,4 +1,4 @@
-"""The messages between doctors.
+"""Defines the messages between doctors.
 
 A connection serves one purpose: the client asks whether a doctor is there, measures the link to it,
 or gets what it measured.
@@ -59,7 +59,7 @@ class GetExamination(Message, frozen=True, kw_only=True):
 
 
 class Examined(Message, frozen=True, kw_only=True):
-    """What the doctor measured; None if it ends without."""
+    """The doctor's measurements; None if it ends without."""
 
     examination: NodeExamination | None
 

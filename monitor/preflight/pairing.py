@@ -18,9 +18,9 @@ SIGMAS = 6.0
 _NORMAL = 1.4826
 """Times the median absolute deviation it is the standard deviation, where noise is normal."""
 _FEW = 32
-"""Up to so many nodes, each is held against the others without it."""
+"""Number of nodes up to which each is compared with the others without it."""
 _APART = 4.0
-"""A node that is so many times worse than the worst of the others stands out, however noisy."""
+"""A node that is this many times worse than the worst of the others stands out, however noisy."""
 _MIN_NOISE = 0.02
 """As a share of the median: nodes that agree more closely by chance make no outlier of a third one
 that is 3 % off."""

@@ -1,8 +1,8 @@
 """Tells the native recorder which operations a process group launches together.
 
 `ProcessGroup._start_coalescing` and `_end_coalescing`, which `batch_isend_irecv` and the like call,
-are no operators that the dispatcher sees. What is called in between is launched at the end, on a
-stream of the backend; an event recorded around such a call would say nothing about it.
+are no operators that the dispatcher sees. Operations that are called in between are launched at the
+end, on a stream of the backend; an event recorded around such a call would say nothing about it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads all rings of one job on this node, repeatedly, and selects those of the current launch.
 
-Rings of an earlier launch of the same name, or of an earlier generation, remain beside the current
+Rings of an earlier launch of the same name, or of an earlier generation, remain next to the current
 ones until they are replaced. Their ranks no longer exist, but may have later steps, and a higher
 generation if that launch was restarted more often. The ring that was created last identifies the
 current launch: it belongs to it, and so do the rings of the same generation and number of ranks

@@ -32,7 +32,7 @@ PLUGIN_VARIABLE = "NCCL_PROFILER_PLUGIN"
 
 _BUILD_TIMEOUT_S = 600
 _LONGEST_PLUGIN_PATH = 254
-"""NCCL keeps so many bytes of the path."""
+"""Bytes of the path that NCCL keeps."""
 
 Describe = Callable[[str, int, int], tuple[int, Sequence[int]]]
 """(name, rank in the group, size) of a process group -> (identity, global ranks)."""

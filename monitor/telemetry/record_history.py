@@ -216,7 +216,7 @@ class RankHistory:
     def __init__(self, state: RankState, capacity: int) -> None:
         self.state = state
         self.highest_step = 0
-        """Of all records so far."""
+        """Over all records so far."""
         self.turned_at = 0
         """The reading by which the writer began, or whether and how it lives changed last."""
         self._operations = _RecordLane(capacity)
@@ -320,7 +320,7 @@ class RecordHistory:
         self.ranks: dict[int, RankHistory] = {}
         self.communicators: dict[int, Communicator] = {}
         self.newest: RankState | None = None
-        """What `newest_of` returns for all ranks; kept, because a root asks for it with every
+        """The result of `newest_of` for all ranks; kept, because a root asks for it with every
         summary, and looking at every rank would cost the square of their number."""
         self._capacity = capacity
         self._read_number: dict[int, int] = {}
@@ -373,7 +373,7 @@ class RecordHistory:
         )
 
     def keep_only(self, ranks: Iterable[int]) -> None:
-        """Drop all other ranks, and process groups none of whose ranks remains."""
+        """Drop all other ranks, and process groups without a rank that remains."""
         kept = set(ranks)
         for rank in set(self.ranks) - kept:
             del self.ranks[rank]

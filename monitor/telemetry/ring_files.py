@@ -61,7 +61,7 @@ def recorded_jobs() -> tuple[str, ...]:
 
 
 def running_jobs() -> tuple[str, ...]:
-    """Return the recorded jobs of which a process lives; one that was killed leaves its rings."""
+    """Return the recorded jobs that have a living process; one that was killed leaves its rings."""
     return tuple(name for name in recorded_jobs() if _is_running(base_directory() / name))
 
 
@@ -181,7 +181,7 @@ def _foreign_reason(directory: Path) -> str | None:
 class Sweeper:
     """Removes rings of dead processes after a time, and a job's directory with its last ring.
 
-    What a process left unfinished is removed as its ring would be.
+    Unfinished files of a process are removed as its ring would be.
 
     Args:
         keep_s: how long the ring is kept after its process was first found dead: long enough for a

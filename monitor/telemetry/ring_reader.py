@@ -3,10 +3,10 @@
 `keepstep.monitor.telemetry.ring` describes the format. A reader opens the file for reading only: it
 cannot disturb the worker, and costs it nothing but memory bandwidth.
 
-It reads by `pread` and does not map the file: whoever writes a ring can also truncate it, and that
+It reads by `pread` and does not map the file: the writer of a ring can also truncate it, and that
 would end a process that has it mapped (SIGBUS). It reads only files of its own user, or of root,
-that others cannot write to. Whatever the file contains, it raises RingUnreadable or returns
-records whose fields have a meaning.
+that others cannot write to. Whatever the file contains, it raises RingUnreadable or returns records
+whose fields have a meaning.
 """
 
 from __future__ import annotations
@@ -235,8 +235,9 @@ class LaneReader:
         order_loads()
         after = self._copy("stamp", first, end)
         is_complete = (before == expected) & (records["stamp"] == expected) & (after == expected)
-        # A record may be completed while it is copied. What its writer sets before `ended_s` is in
-        # the copy if that was set before copying began; otherwise the record is still open here.
+        # A record may be completed while it is copied. The fields that its writer sets before
+        # `ended_s` are in the copy if that was set before copying began; otherwise the record is
+        # still open here.
         records["ended_s"] = ended_s
         return records.compress(is_complete & has_meaning(records))
 

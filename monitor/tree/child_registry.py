@@ -66,7 +66,7 @@ class ChildrenFile:
 
 
 _NEVER_S = float("-inf")
-# A child that has not answered yet is taken to have so many ranks: those of eight nodes.
+# Ranks that a child is taken to have until it has answered: those of eight nodes.
 _RANKS_OF_A_CHILD = 64
 
 
@@ -176,7 +176,7 @@ class ChildRegistry:
         return dropped
 
     def start_over(self, nodes: Collection[str]) -> None:
-        """Request everything of the children that have these nodes, as if they had begun anew."""
+        """Request everything of the children that have these nodes, as if they had just begun."""
         for url, child in self._children.items():
             if not set(nodes).isdisjoint(child.nodes):
                 self._children[url] = replace(child, incarnation="")

@@ -125,7 +125,7 @@ class _NodeEntry(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """What `encode` writes as JSON."""
+    """The content of the JSON that `encode` writes."""
 
     incarnation: str
     number: _Count

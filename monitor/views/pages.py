@@ -39,7 +39,7 @@ _UNHEARD_S = 5.0
 """A rank without a reading for so long has an unknown state: its node's daemon, or one on the way,
 does not answer."""
 _MOST_RANKS = 4096
-"""An overview contains at most so many ranks, those without progress for the longest time."""
+"""Greatest number of ranks in an overview: those without progress for the longest time."""
 _MOST_RANKS_IN_MATRICES = 1024
 """If there are more, every second, third and so on: a row stands for several ranks anyway."""
 _LONG_WAIT_S, _LONG_WAIT_STEPS = 3.0, 3.0

@@ -66,7 +66,7 @@ _HEADERS = {
 
 
 class Backend(Protocol):
-    """What the service needs of the daemon."""
+    """The calls that the service makes to the daemon."""
 
     job: str
 

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 _MOST_ANSWERS = 64
-"""At most so many are kept, the newest: questions have parameters, and anyone may invent some."""
+"""Number of answers that are kept, the newest: questions have parameters, and anyone may invent
+some."""
 
 
 @dataclass(frozen=True, slots=True)

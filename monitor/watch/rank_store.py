@@ -17,11 +17,11 @@ from keepstep.monitor.telemetry.record_history import RankHistory, RankState, Re
 from keepstep.monitor.watch.step_times import RankProgress, StepTable
 
 _KEPT_NBYTES = 2 * 2 * (RECORD.itemsize + 16)
-"""Of each record of capacity: two lanes, each in a buffer of twice its capacity, with stamps."""
+"""Bytes for each record of capacity: two lanes, each in a buffer of twice its capacity, with
+stamps."""
 _STEP_NBYTES = 48
 _LEAST_RECORDS, _LEAST_STEPS = 64, 64
-"""Of a rank of another node, however many there are: some steps' phases, and a sample of
-operations."""
+"""Least records kept of a rank of another node: some steps' phases, and a sample of operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class WatchLimits:
     aligned_nodes: int = 512
 
     def records_of_relayed(self, ranks: int) -> int:
-        """Return how many records to keep of each of so many ranks of other nodes."""
+        """Return how many records to keep of each rank of other nodes, given their number."""
         share = self.relayed_nbytes // (max(1, ranks) * _KEPT_NBYTES)
         return max(_LEAST_RECORDS, min(self.relayed_records, share))
 
     def steps_of_relayed(self, ranks: int) -> int:
-        """Return how many steps to keep of each of so many ranks of other nodes."""
+        """Return how many steps to keep of each rank of other nodes, given their number."""
         share = self.relayed_nbytes // (max(1, ranks) * _STEP_NBYTES)
         return max(_LEAST_STEPS, min(self.steps, share))
 

@@ -332,9 +332,9 @@ class Watch:
     def _is_superseded(self, state: RankState) -> bool:
         """Return whether a better source of a rank is known than the one reported.
 
-        That is this node's own ring, or a ring of another node that is alive where the reported one
-        is not, or newer: a rank that moved to another node with a new generation leaves its old
-        ring behind, and what cannot be killed a living one.
+        A better one is this node's own ring, or a ring of another node that is alive where the
+        reported one is not, or newer: a rank that moved to another node with a new generation
+        leaves its old ring behind, and a process that cannot be killed keeps a living one.
         """
         if state.rank in self._local:
             return True

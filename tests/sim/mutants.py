@@ -590,9 +590,9 @@ def frees_what_it_is_asked_to_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(commits, "next_commit", wrong)
 
 
-def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rank_assignment, "newest_told", lambda *_: None)
-    patch.setattr(closing, "newest_told", lambda *_: None)
+def forgets_commits_that_members_know(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_assignment, "newest_known_commit", lambda *_: None)
+    patch.setattr(closing, "newest_known_commit", lambda *_: None)
     patch.setattr(invariants, "_told", lambda _: set())
 
 
@@ -701,7 +701,7 @@ MUTANTS: dict[str, Patch] = {
             announces_without_one_member,
             announces_what_is_only_sealed,
             frees_what_it_is_asked_to_store,
-            forgets_what_members_were_told,
+            forgets_commits_that_members_know,
             resumes_from_what_members_were_told_only,
             never_tells_the_coordinator_of_the_last_step,
             names_what_its_server_has_freed,
@@ -724,7 +724,7 @@ NOTICING_SEEDS = {
     "leader_does_not_depend_on_the_request_to_store": 139,
     "leader_does_not_depend_on_the_snapshot": 137,
     "believes_reports_of_servers_that_died": 106,
-    "forgets_what_members_were_told": 76,
+    "forgets_commits_that_members_know": 76,
     "lets_members_leave_before_the_newest_step_is_stored": 39,
     "leader_does_not_depend_on_the_closing": 32,
     "begins_a_snapshots_part_once_only": 28,

@@ -303,5 +303,5 @@ def test_workers_are_started_one_by_one_where_what_is_imported_starts_threads(
     play(scenario())
     assert caplog.messages == [
         "workers are started one by one, which takes longer: "
-        "what is imported has started threads (1)"
+        "an imported module has started threads (1)"
     ]

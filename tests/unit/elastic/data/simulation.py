@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepstep.elastic.data import partition_batches
-from keepstep.elastic.data.partition_batches import Piece, RankShares
+from keepstep.elastic.data.partition_batches import RankShares, ReadShare
 
 
 class LoaderInThisProcess:
@@ -18,7 +18,7 @@ class LoaderInThisProcess:
         self._shares = shares
         self._workers = num_workers
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[ReadShare]:
         count = max(1, self._workers)
         pieces = [self._shares.pieces(number, count) for number in range(count)]
         while True:

@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
         acted(with_record(CLOSED, "b", sealed=()), Open(SECOND)),
     ),
     "a snapshot given up": (
-        "a committed snapshot that can be restored is not given up",
+        "a committed snapshot that can be restored is kept",
         acted(CLOSED, Open(replace(SECOND, resume=None))),
     ),
     "an unsealed commit": (

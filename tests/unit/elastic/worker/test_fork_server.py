@@ -14,7 +14,7 @@ def test_thread_is_an_obstacle() -> None:
     thread = threading.Thread(target=end.wait)
     thread.start()
     try:
-        assert fork_server._other_threads().startswith("what is imported has started")
+        assert fork_server._other_threads().startswith("an imported module has started")
     finally:
         end.set()
         thread.join()
