@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from keepstep.checkpoint.api import LoadOptions, load_state
+from keepstep.checkpoint.api import load_state
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.descriptions import Descriptions
 from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
+from keepstep.checkpoint.ranks.fill_state import LoadOptions
 from keepstep.elastic.data.json_values import from_json_value
 from keepstep.elastic.errors import UsageError
 

@@ -77,8 +77,17 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
             " torch_internals"
         ),
+        "checkpoint.ranks.fill_state": (
+            "checkpoint.convert.write checkpoint.errors checkpoint.format.layout checkpoint.live"
+            " checkpoint.ranks"
+        ),
         "checkpoint.ranks.shared_foreign": (
             "checkpoint.convert.read checkpoint.errors checkpoint.format.layout checkpoint.ranks"
+        ),
+        "checkpoint.ranks.foreign_load": (
+            "checkpoint.convert.read checkpoint.convert.write checkpoint.errors"
+            " checkpoint.format.layout checkpoint.format.stored checkpoint.live checkpoint.ranks"
+            " checkpoint.ranks.fill_state checkpoint.ranks.shared_foreign"
         ),
         "checkpoint.saving": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
@@ -86,9 +95,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " available_memory log_format notices processes torch_internals transport"
         ),
         "checkpoint.api": (
-            "checkpoint.convert.read checkpoint.convert.write checkpoint.errors"
-            " checkpoint.format.layout checkpoint.format.stored checkpoint.live checkpoint.ranks"
-            " checkpoint.ranks.shared_foreign checkpoint.saving"
+            "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
+            " checkpoint.ranks checkpoint.ranks.fill_state checkpoint.ranks.foreign_load"
+            " checkpoint.saving"
         ),
         "checkpoint.dcp": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
@@ -154,7 +163,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.data": "checkpoint.format.layout elastic.errors notices torch_internals",
         "elastic.trainer": (
             "checkpoint.api checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
-            " checkpoint.live checkpoint.ranks checkpoint.snapshot.memory"
+            " checkpoint.live checkpoint.ranks checkpoint.ranks.fill_state"
+            " checkpoint.snapshot.memory"
             " elastic.data elastic.errors elastic.rendezvous elastic.worker monitor torch_internals"
         ),
         "elastic.monitor_bridge": (
@@ -282,6 +292,12 @@ LIGHT = {
     ),
     ("etcd3", "google.protobuf"): (
         "keepstep.elastic.trainer.join", "keepstep.elastic.worker.bootstrap"
+    ),
+    ("keepstep.checkpoint.convert",): (
+        "keepstep.checkpoint.api", "keepstep.checkpoint.dcp",
+        "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.snapshot.server.server",
+        "keepstep.elastic.agent.agent", "keepstep.elastic.trainer.join",
+        "keepstep.elastic.worker.bootstrap",
     ),
 }  # fmt: skip
 """What must not be loaded, by importing which modules."""

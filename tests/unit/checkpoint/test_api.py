@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from keepstep import checkpoint
-from keepstep.checkpoint import api
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
+from keepstep.checkpoint.ranks import fill_state
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 
@@ -26,7 +26,7 @@ def test_names_of_other_stages_count_for_what_a_checkpoints_names_are(
     def of_all_ranks(names: Iterable[str], _: object) -> set[str]:
         return {*names, "module.weight", "module.bias"}
 
-    monkeypatch.setattr(api, "union_of_all_ranks", of_all_ranks)
+    monkeypatch.setattr(fill_state, "union_of_all_ranks", of_all_ranks)
     with pytest.raises(LayoutMismatch, match="model/weight, model/bias: missing in the source"):
         checkpoint.load(url, {"model": nn.Linear(1, 1)})
 
@@ -48,9 +48,9 @@ def test_a_load_by_all_ranks_takes_few_collectives(
     assert played.run(lambda rank: checkpoint.load(url, states[rank])) == [1, 1, 1]
     assert all(torch.equal(state["a"], torch.ones(3, 2)) for state in states)
     assert [state["step"] for state in states] == [1, 1, 1]
-    # The metadata (4), what is to be filled (2), wants (3), readers (3), sizes and pieces of one
+    # The metadata (5), what is to be filled (2), wants (3), readers (3), sizes and pieces of one
     # round, sizes of a round that has none, the end.
-    assert len(played.collectives) == 16 * 3
+    assert len(played.collectives) == 17 * 3
 
 
 @pytest.mark.parametrize("leaf", ["documents.json", "manifest.json"])

@@ -1,0 +1,158 @@
+"""Loads other tools' checkpoints, and keepstep's own by rules or with quantized weights.
+
+This module imports the converters. `checkpoint.api` imports it where such a checkpoint is met, so
+that a training worker loads none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, summary
+from keepstep.checkpoint.convert.read.opening import NamedForeign, format_before
+from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.read.recognition import Recognized
+from keepstep.checkpoint.convert.write.dequantized import (
+    Dequantized,
+    dequantized,
+    describe_dequantized,
+)
+from keepstep.checkpoint.convert.write.opened import Opened, without_wrapper_names
+from keepstep.checkpoint.convert.write.request import configuration
+from keepstep.checkpoint.convert.write.respelling import Respelled
+from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
+from keepstep.checkpoint.errors import RulesInvalid
+from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.completeness import (
+    Requested,
+)
+from keepstep.checkpoint.format.layout.source import Source
+from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.strict_json import to_strict_json
+from keepstep.checkpoint.live.fills import fill
+from keepstep.checkpoint.live.state_mapping import (
+    StateMapping,
+    optimizer_orders,
+)
+from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.checkpoint.ranks.control_group import ControlGroup
+from keepstep.checkpoint.ranks.fill_state import (
+    LoadOptions,
+    LoadReport,
+    fill_state,
+    fitted_source,
+    planned,
+)
+from keepstep.checkpoint.ranks.shared_foreign import find_foreign_together, open_foreign_together
+
+log = logging.getLogger("keepstep")
+
+
+def load_named(
+    url: str, state: StateMapping, options: LoadOptions, group: ControlGroup, step: int | None
+) -> LoadReport | None:
+    """Load the checkpoint of another tool that a URL names with its format; None if it does not."""
+    named = format_before(url)
+    return None if named is None else _load_foreign(named, None, state, options, group, step)
+
+
+def load_found(
+    url: str, state: StateMapping, options: LoadOptions, group: ControlGroup, step: int | None
+) -> LoadReport | None:
+    """Load the checkpoint of another tool that rank 0 finds at a URL; None if it finds none."""
+    found = find_foreign_together(url, group, step)
+    if found is None:
+        return None
+    return _load_foreign(NamedForeign(url, None), found, state, options, group, step)
+
+
+def load_stored_by_each(
+    source: StoredCheckpoint,
+    url: str,
+    state: StateMapping,
+    options: LoadOptions,
+    group: ControlGroup,
+) -> LoadReport:
+    """Load a checkpoint of keepstep's own, of which each rank reads what it wants."""
+    return _load_by_each(Opened(source, "keepstep"), url, state, options, group)
+
+
+def _load_foreign(
+    named: NamedForeign,
+    found: Recognized | None,
+    state: StateMapping,
+    options: LoadOptions,
+    group: ControlGroup,
+    step: int | None,
+) -> LoadReport:
+    of_ranks = group.run_on_all_ranks(lambda: _rank_rules(options))
+    # Rules lead to the module's names from others.
+    orders = None if options.rules else group.run_on_all_ranks(lambda: optimizer_orders(state))
+    source = open_foreign_together(
+        named, group, found, step=step, parameter_names=orders, rank_rules=of_ranks
+    )
+    opened = Opened(source, source.format_name, source.left_out)
+    return _load_by_each(opened, source.url, state, options, group)
+
+
+def _load_by_each(
+    opened: Opened, url: str, state: StateMapping, options: LoadOptions, group: ControlGroup
+) -> LoadReport:
+    """Fill a state from a checkpoint, of which each rank reads what it wants."""
+    opened, spellings = group.run_and_share(lambda: _spelled(opened, options), _spelling)
+    for number, spelling in zip(group.names, spellings, strict=True):
+        if spelling != spellings[0]:
+            raise RulesInvalid(
+                f"{url}: rules lead to other tensors on rank {number} than on rank "
+                f"{group.names[0]}; give all ranks the same rules, and the same configuration"
+            )
+    source = opened.source
+    assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)
+
+    def fill_tensors(source: Source, live: LiveState, requested: Requested) -> str:
+        def fill_own() -> str:
+            fitting = fitted_source(live, source, requested, options)
+            fill(planned(live, fitting, requested, options), fitting)
+            return describe_dequantized(fitting) if isinstance(fitting, Dequantized) else ""
+
+        return f"from {opened.format_name}{group.run_on_all_ranks(fill_own)}"
+
+    loaded = fill_state(
+        lambda: source,
+        opened.format_name,
+        url,
+        state,
+        options,
+        group,
+        fill_tensors,
+        opened.left_out,
+    )
+    if group.rank == 0:
+        for line in summary(opened.left_out):
+            log.warning("%s: left out %s", url, line)
+    return loaded
+
+
+def _spelled(opened: Opened, options: LoadOptions) -> Opened:
+    """Return a checkpoint in the spelling that rules lead to, if there are any."""
+    if options.rules is None:
+        return opened
+    clean = without_wrapper_names(opened)
+    if options.convert:
+        clean = replace(clean, source=dequantized(clean.source))
+    return respell(clean, options.rules, configuration(clean, options.config))
+
+
+def _spelling(opened: Opened) -> Json:
+    """Return what ranks have to have alike: a digest of what rules lead to; None without rules."""
+    source = opened.source
+    if not isinstance(source, Respelled):
+        return None
+    made = (sorted(source.plan.tensors.items()), to_strict_json(dict(source.documents)))
+    return hashlib.blake2b(repr(made).encode(), digest_size=16).hexdigest()
+
+
+def _rank_rules(options: LoadOptions) -> RankRules | None:
+    return None if options.rules is None else rank_rules(options.rules, options.config or {})
