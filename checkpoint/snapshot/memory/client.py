@@ -18,8 +18,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Begun,
     BoxBytes,
     ClientRequest,
-    DocumentBytes,
-    DocumentDigests,
     Holdings,
     IndexBytes,
     IndexPending,
@@ -27,19 +25,15 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Opened,
     OpenShard,
     PlanBytes,
-    PlanInputBytes,
     PlanPending,
-    PlanReply,
-    PlanRequest,
     ReadBoxes,
     ReadIndex,
+    ReadPlan,
     Refused,
     Seal,
     Sealed,
     ServerReply,
     ShardBox,
-    TensorPlanBytes,
-    Unchanged,
 )
 from keepstep.transport import Identity, TransportError, connect
 
@@ -140,18 +134,14 @@ class SnapshotClient:
             reply, encoded = self._ask_with_payload(request, IndexBytes, IndexPending)
         return read_index(encoded, rank).index
 
-    def answer_plan(self, request: PlanRequest) -> tuple[PlanReply, bytes | bytearray]:
-        """Return the server's reply to what it is asked to plan a checkpoint, and its payload."""
-        return self._ask_with_payload(
-            request,
-            PlanInputBytes,
-            PlanBytes,
-            TensorPlanBytes,
-            PlanPending,
-            Unchanged,
-            DocumentDigests,
-            DocumentBytes,
-        )
+    def read_plan(self, request: ReadPlan) -> bytes | None:
+        """Return what the server has to plan a checkpoint with; None if it has to be asked again.
+
+        It waits a while before that.
+        """
+        reply: ServerReply
+        reply, message = self._ask_with_payload(request, PlanBytes, PlanPending)
+        return bytes(message) if isinstance(reply, PlanBytes) else None
 
     def open(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Map a sealed shard for reading (only beside the server). The caller closes it."""

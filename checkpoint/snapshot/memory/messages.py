@@ -10,11 +10,8 @@ events between the replies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
-
-import msgspec
+from typing import Literal, TypeAlias
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.retention import Retention
@@ -28,8 +25,8 @@ MAX_INDEX_NBYTES = 2**28
 _MAX_REQUEST_NBYTES = 2**28  # A restore into another layout may ask for very many boxes at once.
 
 
-PlannerCount = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
-"""How many planners share a checkpoint (`checkpoint.format.stored.shared_plan`)."""
+PlanStage: TypeAlias = Literal["boxes", "chunks", "content"]
+"""What servers send each other to plan a checkpoint (`snapshot.server.plan_exchange`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,101 +184,24 @@ class Table(Message, frozen=True, kw_only=True):
     table: ShardTable
 
 
-class ReadPlanInput(Message, frozen=True, kw_only=True):
-    """Asks for ranks' boxes of the tensors that fall to one of so many planners.
-
-    Replied to by `PlanInputBytes`; by `Unchanged` if its digest would be `known`.
-    """
-
-    snapshot: SnapshotId
-    ranks: tuple[Count, ...]
-    planner: Count
-    planners: PlannerCount
-    known: str | None
-
-
-class PlanInputBytes(Message, frozen=True, kw_only=True):
-    """Carries each rank's boxes, as `shared_plan.entries_by_planner` returns them, as JSON."""
-
-    digest: str
-
-
 class ReadPlan(Message, frozen=True, kw_only=True):
-    """Asks a planner which chunks ranks write in an attempt.
+    """Asks what the server has for a holder, by its number, at a stage of an attempt to store.
 
-    Replied to by `PlanBytes`; by `Unchanged` if its digest would be `known`; by `PlanPending`.
+    Replied to by `PlanBytes` or `PlanPending`. Without a `holder`: for the server that publishes.
     """
 
     attempt: str
-    planner: Count
-    ranks: tuple[Count, ...]
-    known: str | None
+    stage: PlanStage
+    holder: Count | None
 
 
 class PlanBytes(Message, frozen=True, kw_only=True):
-    """Carries each rank's `shared_plan.WriterPlan`, or null, as JSON."""
-
-    digest: str
-
-
-class ReadTensorPlan(Message, frozen=True, kw_only=True):
-    """Asks a planner for its tensors. Replied to by `TensorPlanBytes` or `PlanPending`."""
-
-    attempt: str
-    planner: Count
-
-
-class TensorPlanBytes(Message, frozen=True, kw_only=True):
-    """Carries a `shared_plan.TensorPlan` as JSON."""
+    """Carries what was asked for, as JSON (`checkpoint.snapshot.server.plan_exchange`)."""
 
 
 class PlanPending(Message, frozen=True, kw_only=True):
-    """The planner has not begun the attempt yet, or is at work on it; ask again."""
+    """The server has not come to this stage of the attempt yet; ask again."""
 
-
-class Unchanged(Message, frozen=True, kw_only=True):
-    """What was asked for has the digest that the client knows."""
-
-
-class ReadDocumentDigests(Message, frozen=True, kw_only=True):
-    """Asks for the digests of ranks' documents. Replied to by `DocumentDigests`."""
-
-    snapshot: SnapshotId
-    ranks: tuple[Count, ...]
-
-
-class DocumentDigests(Message, frozen=True, kw_only=True):
-    """For each rank that was asked for, the digest of each of its documents, by name."""
-
-    digests: tuple[Mapping[str, str], ...]
-
-
-class ReadDocuments(Message, frozen=True, kw_only=True):
-    """Asks for documents of one rank. Replied to by `DocumentBytes`."""
-
-    snapshot: SnapshotId
-    rank: Count
-    names: tuple[str, ...]
-
-
-class DocumentBytes(Message, frozen=True, kw_only=True):
-    """Carries documents by name, as JSON."""
-
-
-PlanRequest: TypeAlias = (
-    ReadPlanInput | ReadPlan | ReadTensorPlan | ReadDocumentDigests | ReadDocuments
-)
-"""What servers ask each other to plan a checkpoint."""
-
-PlanReply: TypeAlias = (
-    PlanInputBytes
-    | PlanBytes
-    | TensorPlanBytes
-    | PlanPending
-    | Unchanged
-    | DocumentDigests
-    | DocumentBytes
-)
 
 ClientRequest: TypeAlias = (
     Begin
@@ -292,7 +212,7 @@ ClientRequest: TypeAlias = (
     | ReadBoxes
     | ReadStripe
     | ReadTable
-    | PlanRequest
+    | ReadPlan
 )
 ServerReply: TypeAlias = (
     Refused
@@ -305,7 +225,8 @@ ServerReply: TypeAlias = (
     | BoxBytes
     | StripeBytes
     | Table
-    | PlanReply
+    | PlanBytes
+    | PlanPending
 )
 
 SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
@@ -320,11 +241,7 @@ SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
         ReadBoxes,
         ReadStripe,
         ReadTable,
-        ReadPlanInput,
         ReadPlan,
-        ReadTensorPlan,
-        ReadDocumentDigests,
-        ReadDocuments,
     ),
     replies=Codec[ServerReply](
         Refused,
@@ -337,13 +254,8 @@ SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
         BoxBytes,
         StripeBytes,
         Table,
-        PlanInputBytes,
         PlanBytes,
-        TensorPlanBytes,
         PlanPending,
-        Unchanged,
-        DocumentDigests,
-        DocumentBytes,
     ),
     max_body_nbytes=_MAX_REQUEST_NBYTES,
 )

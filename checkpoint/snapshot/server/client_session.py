@@ -20,15 +20,13 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ListHoldings,
     Opened,
     OpenShard,
+    PlanBytes,
+    PlanPending,
     ReadBoxes,
-    ReadDocumentDigests,
-    ReadDocuments,
     ReadIndex,
     ReadPlan,
-    ReadPlanInput,
     ReadStripe,
     ReadTable,
-    ReadTensorPlan,
     Refused,
     Seal,
     Sealed,
@@ -37,7 +35,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Table,
 )
 from keepstep.checkpoint.snapshot.server.blocks import SnapshotIncomplete
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.protection import Protection
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Connection, FileRange, MalformedMessage
@@ -55,7 +53,7 @@ class ClientSession:
         client: the connection.
         memory: the node's snapshots.
         protection: their parity.
-        plan_answers: answers what is asked to plan a checkpoint.
+        plan_outbox: has what others need to plan a checkpoint.
         on_sealed: called when the client has sealed a shard of a snapshot, with the ranks of the
             node that had sealed it then.
         background_rate: returns the bytes per second that this connection may send beside the
@@ -67,14 +65,14 @@ class ClientSession:
         client: Connection[ServerReply, ClientRequest],
         memory: SnapshotMemory,
         protection: Protection,
-        plan_answers: PlanAnswers,
+        plan_outbox: PlanOutbox,
         on_sealed: Callable[[SnapshotId, frozenset[int]], None],
         background_rate: Callable[[], int],
     ) -> None:
         self._client = client
         self._memory = memory
         self._protection = protection
-        self._plan_answers = plan_answers
+        self._plan_outbox = plan_outbox
         self._on_sealed = on_sealed
         self._background_rate = background_rate
         self._unsealed: set[tuple[SnapshotId, int]] = set()
@@ -134,15 +132,12 @@ class ClientSession:
                     self._client.send_files(StripeBytes(table=table), ranges)
             case ReadTable(snapshot=snapshot, position=position):
                 self._client.send(Table(table=self._protection.table(snapshot, position)))
-            case (
-                ReadPlanInput()
-                | ReadPlan()
-                | ReadTensorPlan()
-                | ReadDocumentDigests()
-                | ReadDocuments()
-            ):
-                reply, payload = self._plan_answers.answer_plan(request)
-                self._client.send(reply, [payload])
+            case ReadPlan():
+                message = self._plan_outbox.read_plan(request)
+                if message is None:
+                    self._client.send(PlanPending())
+                else:
+                    self._client.send(PlanBytes(), [message])
 
     def _begin(self, request: Begin) -> None:
         given = self._memory.begin(

@@ -44,8 +44,8 @@ from keepstep.checkpoint.snapshot.memory.messages import (
 )
 from keepstep.checkpoint.snapshot.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.snapshot.server.limits import RateLimiter
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.plan_exchange import PlanExchange
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 from keepstep.processes import yield_to_training
 from keepstep.transport import Identity
@@ -73,7 +73,7 @@ class Persistence:
 
     Args:
         memory: holds the node's shards.
-        plan_answers: answers other servers, with which this one plans.
+        plan_outbox: gets what other servers need to plan with this one.
         identity: this node, as other servers see it.
         bytes_per_s: how fast to write; 0 is as fast as it goes.
         send_event: sends an event to the agent.
@@ -82,7 +82,7 @@ class Persistence:
     def __init__(
         self,
         memory: SnapshotMemory,
-        plan_answers: PlanAnswers,
+        plan_outbox: PlanOutbox,
         identity: Identity,
         bytes_per_s: int,
         send_event: Callable[[ServerEvent], None],
@@ -94,8 +94,8 @@ class Persistence:
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-persist", initializer=yield_to_training
         )
-        self._plan_answers = plan_answers
-        self._plan_exchange = PlanExchange(plan_answers, self._connect)
+        self._plan_outbox = plan_outbox
+        self._plan_exchange = PlanExchange(memory, plan_outbox, self._connect)
         self._write_memory = TransferPool()
         self._last_part = LastPart()
         self._attempt: _Attempt | None = None
@@ -116,7 +116,7 @@ class Persistence:
         # Pinned for the attempt, and for the thread, which ends later than it if it is stopped.
         self._memory.pin(task.snapshot)
         self._memory.pin(task.snapshot)
-        self._plan_answers.shares.begin(task.attempt)
+        self._plan_outbox.begin(task.attempt)
         stop = threading.Event()
         writing = self._pool.submit(self._write, task, part, stop)
         self._attempt = _Attempt(task.attempt, task.snapshot, stop, writing)

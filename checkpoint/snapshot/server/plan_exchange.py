@@ -1,27 +1,39 @@
 """Plans a checkpoint together with the servers of the snapshot's other holders.
 
 There is a planner for every few ranks (`checkpoint.format.stored.shared_plan`): the server that
-holds the first of them. Each server plans its planners' shares from what it reads of all holders,
-then reads from all planners what its own ranks write. The one that publishes reads the tensors from
-the planners, and documents from the holders; of documents that are alike it reads one. So what a
-server receives depends little on the number of nodes, and what has not changed since the last
-checkpoint is not sent again.
+holds the first of them. The servers plan in three stages. At each one a server posts what it has
+for others (`plan_outbox`), then reads what they have posted for it:
 
-All that a share is planned from is answered at once from memory (`plan_answers`), and a server
-plans its own shares before it waits for others'. So no two servers wait for each other.
+- boxes: each planner gets those of its tensors, the first one also digests of all documents;
+- chunks: each holder gets from the planners what its ranks write, and from the first one which of
+  its documents are stored: of those that are alike, one rank's;
+- content: the server that publishes gets the planners' tensors, and these documents.
+
+So what a server receives depends little on the number of nodes. What has not changed since the last
+checkpoint is sent again, but not planned again.
+
+The ranks do not plan: they could do so only together, in the step after the first snapshot of a
+layout. If they failed in that step, the snapshot could not be stored.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
-from keepstep.checkpoint.format.layout.boxes import Json
-from keepstep.checkpoint.format.layout.documents import last_holders, merged_documents
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.format.layout.boxes import Entry, Json, ShardIndex
+from keepstep.checkpoint.format.layout.documents import (
+    document_digests,
+    last_holders,
+    merged_documents,
+)
 from keepstep.checkpoint.format.stored.chunking import (
     ChunkPlan,
     Compression,
@@ -31,39 +43,32 @@ from keepstep.checkpoint.format.stored.chunking import (
 from keepstep.checkpoint.format.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
+    entries_by_planner,
     merged_tensor_plan,
     merged_writer_plan,
     plan_share,
     planner_count,
     planner_rank,
 )
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.erasure_group import Count
-from keepstep.checkpoint.snapshot.memory.messages import (
-    DocumentBytes,
-    DocumentDigests,
-    PersistTask,
-    PlanBytes,
-    PlanInputBytes,
-    ReadDocumentDigests,
-    ReadDocuments,
-    ReadPlan,
-    ReadPlanInput,
-    ReadTensorPlan,
-    TensorPlanBytes,
-    Unchanged,
-)
-from keepstep.checkpoint.snapshot.server.holder_servers import (
-    HolderServer,
-    HolderServers,
-    PlanServer,
-    Stop,
-)
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
-from keepstep.checkpoint.snapshot.server.plan_inputs import PlanInput
-from keepstep.checkpoint.snapshot.server.plan_shares import PlannedShare
+from keepstep.checkpoint.snapshot.memory.messages import PersistTask, RankHolder, ReadPlan
+from keepstep.checkpoint.snapshot.server.holder_servers import HolderServers, Stop
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
+from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 
-_HeldBoxes = list[list[tuple[str, str, list[Count], list[Count], list[Count]]]]
-"""What `entries_by_planner` returns for one planner, of several ranks."""
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+_Boxes = list[list[list[tuple[str, str, list[Count], list[Count], list[Count]]]]]
+"""For each rank of one holder and each planner of another, what `entries_by_planner` returns."""
+
+_BoxesMessage = tuple[msgspec.Raw, list[dict[str, str]]]
+"""`_Boxes`, and each rank's digests of documents."""
+
+_ChunksMessage = tuple[msgspec.Raw, list[list[str]]]
+"""A `WriterPlan` or None for each planner of one holder and each rank of another, and the names of
+each rank's documents that are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,71 +102,93 @@ class PublishedContent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planners:
-    """Which holder plans which shares of a task.
+class _Holders:
+    """The holders of a snapshot, by their number in the task, and which of them plan.
 
     Attributes:
+        holders: their addresses and ranks.
+        own: the number of this node; None if it holds nothing.
         ranks: all ranks, ascending.
-        by_holder: each holder's planners, by the holder's number in the task.
+        planners: each holder's planners.
     """
 
+    holders: tuple[RankHolder, ...]
+    own: int | None
     ranks: tuple[int, ...]
-    by_holder: tuple[tuple[int, ...], ...]
+    planners: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, task: PersistTask) -> _Planners:
+    def of(cls, task: PersistTask) -> _Holders:
         ranks = tuple(sorted(rank for holder in task.holders for rank in holder.ranks))
-        planners = {
-            ranks[planner_rank(planner)]: planner for planner in range(planner_count(len(ranks)))
-        }
+        numbers = {ranks[planner_rank(n)]: n for n in range(planner_count(len(ranks)))}
         return cls(
+            task.holders,
+            next((n for n, holder in enumerate(task.holders) if holder.address is None), None),
             ranks,
             tuple(
-                tuple(planners[rank] for rank in holder.ranks if rank in planners)
+                tuple(numbers[rank] for rank in holder.ranks if rank in numbers)
                 for holder in task.holders
             ),
         )
 
     @property
-    def count(self) -> int:
-        return sum(map(len, self.by_holder))
+    def planning(self) -> tuple[int, ...]:
+        """The holders that plan."""
+        return tuple(number for number, planners in enumerate(self.planners) if planners)
+
+    def has_first(self, number: int) -> bool:
+        """Whether a holder has the first planner, which decides on documents."""
+        return 0 in self.planners[number]
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """One planner's share, of so many planners', of what these ranks hold or write."""
+class _Shares:
+    """What this node's planners have planned, as JSON.
 
-    planner: int
-    planners: int
-    ranks: tuple[int, ...]
+    Attributes:
+        chunks: for each holder the `WriterPlan` of each of its ranks, by planner.
+        tensors: the `TensorPlan` of each planner.
+    """
+
+    chunks: tuple[bytes, ...]
+    tensors: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnChunks:
-    """What a planner has this node's ranks write, and the digest of the share it is from."""
+class _Last(Generic[_Key, _Value]):
+    """Keeps what was last made, and of what: layouts seldom change between checkpoints."""
 
-    digest: str
-    plans: tuple[WriterPlan | None, ...]
+    def __init__(self) -> None:
+        self._last: tuple[_Key, _Value] | None = None
+
+    def get(self, key: _Key, make: Callable[[], _Value]) -> _Value:
+        """Return what was made of this key, or make it."""
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = key, make()
+        return self._last[1]
 
 
 class PlanExchange:
     """Plans with other servers, and keeps the plan while the layout is the same. For one thread.
 
     Args:
-        answers: what this server answers; it gets the shares that are planned here.
+        memory: the node's shards.
+        outbox: gets what this server has for others.
         connect: connects to another server.
     """
 
-    def __init__(self, answers: PlanAnswers, connect: Callable[[str], PlanServer]) -> None:
-        self._answers = answers
-        self._servers = HolderServers(answers, connect)
-        # All of the last plan: what it was made of, this node's shares, its ranks' chunks.
-        self._inputs: Mapping[_Share, PlanInput] = {}
-        self._shares: Mapping[int, PlannedShare] = {}
-        self._chunks: Mapping[_Share, _OwnChunks] = {}
+    def __init__(
+        self, memory: SnapshotMemory, outbox: PlanOutbox, connect: Callable[[str], SnapshotClient]
+    ) -> None:
+        self._memory = memory
+        self._outbox = outbox
+        self._servers = HolderServers(outbox, connect)
+        self._boxes: _Last[object, Mapping[int, bytes]] = _Last()
+        self._shares: _Last[object, _Shares] = _Last()
+        self._node_plan: _Last[object, NodePlan] = _Last()
 
     def plan(self, task: PersistTask, stop: Stop) -> NodePlan:
-        """Return what this node's ranks write, and answer others' requests for what theirs do.
+        """Return what this node's ranks write; other holders get what they need to do the same.
 
         Args:
             task: of which one holder is this node.
@@ -169,201 +196,223 @@ class PlanExchange:
 
         Raises:
             LayoutMismatch: the ranks' shards do not fit together.
-            SnapshotUnavailable: a holder cannot be reached or has lost the snapshot, a planner has
-                failed or did not answer in time, or the attempt was given up.
+            SnapshotUnavailable: a holder cannot be reached or has lost the snapshot, another server
+                has failed or did not answer in time, or the attempt was given up.
         """
-        planners = _Planners.of(task)
         try:
-            self._shares = self._plan_shares(task, planners, stop)
+            return self._plan(task, stop)
         except Exception as error:
-            self._answers.shares.fail(task.attempt, error)
+            self._outbox.fail(task.attempt, error)
             raise
-        self._answers.shares.complete(task.attempt, self._shares)
-        own = next(tuple(sorted(h.ranks)) for h in task.holders if h.address is None)
-        self._chunks = self._read_chunks(task, planners, own, stop)
-        merged = [
-            merged_writer_plan(
-                plan
-                for chunks in self._chunks.values()
-                if (plan := chunks.plans[position]) is not None
-            )
-            for position in range(len(own))
-        ]
-        tensors = {key: tensor for plan in merged for key, tensor in plan.tensors.items()}
-        return NodePlan(
-            ranks=planners.ranks,
-            own=own,
-            chunks=ChunkPlan(tensors, tuple(plan.chunks for plan in merged)),
-        )
 
     def content(self, task: PersistTask, stop: Stop) -> PublishedContent:
         """Return what is to be published of an attempt whose parts are all written.
 
         Raises as `plan` does.
         """
-        planners = _Planners.of(task)
-
-        def tensors_of(server: HolderServer) -> list[TensorPlan]:
-            plans = []
-            for planner in planners.by_holder[server.number]:
-                request = ReadTensorPlan(attempt=task.attempt, planner=planner)
-                _, payload = server.ask(request, TensorPlanBytes)
-                with server.reading():
-                    plans.append(TensorPlan.from_json(json.loads(payload)))
-            return plans
-
-        gathered = self._servers.of_all(task.holders, tensors_of, stop)
-        merged = merged_tensor_plan(plan for plans in gathered for plan in plans)
+        holders = _Holders.of(task)
+        plans: list[TensorPlan] = []
+        documents: dict[int, Mapping[str, Json]] = {}
+        request = ReadPlan(attempt=task.attempt, stage="content", holder=None)
+        messages = self._servers.read_all(task.holders, request, stop)
+        for holder, message in zip(task.holders, messages, strict=True):
+            with _reading(holder):
+                tensors, own_documents = json.loads(message)
+                plans += map(TensorPlan.from_json, tensors)
+                documents.update(zip(holder.ranks, own_documents, strict=True))
+        merged = merged_tensor_plan(plans)
         # Each planner has seen its own tensors only.
         check_storable(merged.tensors)
         parts = {rank: part for part, holder in enumerate(task.holders) for rank in holder.ranks}
         return PublishedContent(
             tensors=merged.tensors,
             chunk_parts={
-                key: [parts[planners.ranks[writer]] for writer in writers]
+                key: [parts[holders.ranks[writer]] for writer in writers]
                 for key, writers in merged.writers.items()
             },
-            documents=self._read_documents(task, planners.ranks, stop),
+            documents=merged_documents(documents[rank] for rank in holders.ranks),
         )
 
-    def _plan_shares(
-        self, task: PersistTask, planners: _Planners, stop: Stop
-    ) -> dict[int, PlannedShare]:
-        """Plan the shares of this node's planners, from what all holders have of them."""
-        own = next(
-            planners.by_holder[number]
-            for number, holder in enumerate(task.holders)
-            if holder.address is None
+    def _plan(self, task: PersistTask, stop: Stop) -> NodePlan:
+        holders = _Holders.of(task)
+        assert holders.own is not None, "a node that holds nothing is not asked to write"
+        own = holders.own
+        indexes = [self._memory.index(task.snapshot, rank) for rank in holders.holders[own].ranks]
+        self._post_boxes(task, holders, indexes)
+        tensors = self._plan_shares(task, holders, own, stop)
+        plan, names = self._read_chunks(task, holders, own, stop)
+        documents = [
+            {name: index.documents[name] for name in stored}
+            for index, stored in zip(indexes, names, strict=True)
+        ]
+        self._outbox.post(
+            task.attempt, "content", {None: b"[%b,%b]" % (tensors, _encoded(documents))}
         )
-        if not own:
-            return {}
+        return plan
 
-        def inputs_of(server: HolderServer) -> dict[_Share, PlanInput]:
-            shares = [_Share(planner, planners.count, server.holder.ranks) for planner in own]
-            return {share: self._read_input(task, share, server) for share in shares}
-
-        self._inputs = {
-            share: given
-            for inputs in self._servers.of_all(task.holders, inputs_of, stop)
-            for share, given in inputs.items()
-        }
-        planned = {}
-        for planner in own:
-            inputs = {s.ranks: given for s, given in self._inputs.items() if s.planner == planner}
-            digests = sorted([list(ranks), given.digest] for ranks, given in inputs.items())
-            digest = hashlib.blake2b(
-                _encoded([planner, planners.count, digests, task.compression]), digest_size=16
-            ).hexdigest()
-            known = self._shares.get(planner)
-            planned[planner] = (
-                known
-                if known is not None and known.digest == digest
-                else _planned(planner, planners.ranks, inputs, task.compression, digest)
-            )
-        return planned
-
-    def _read_input(self, task: PersistTask, share: _Share, server: HolderServer) -> PlanInput:
-        known = self._inputs.get(share)
-        request = ReadPlanInput(
-            snapshot=task.snapshot,
-            ranks=share.ranks,
-            planner=share.planner,
-            planners=share.planners,
-            known=None if known is None else known.digest,
+    def _post_boxes(
+        self, task: PersistTask, holders: _Holders, indexes: Sequence[ShardIndex]
+    ) -> None:
+        entries = tuple(index.entries for index in indexes)
+        boxes = self._boxes.get(
+            (holders.planners, entries), lambda: _boxes_by_holder(entries, holders)
         )
-        reply, payload = server.ask(request, PlanInputBytes, Unchanged)
-        with server.reading():
-            if not isinstance(reply, PlanInputBytes):
-                return self._inputs[share]
-            held = msgspec.json.decode(payload, type=_HeldBoxes)
-            if len(held) != len(share.ranks):
-                raise ValueError(f"boxes of {len(held)} ranks, not of {len(share.ranks)}")
-            return PlanInput(reply.digest, bytes(payload))
+        digests = _encoded([document_digests(index.documents) for index in indexes])
+        self._outbox.post(
+            task.attempt,
+            "boxes",
+            {
+                number: b"[%b,%b]" % (own, digests if holders.has_first(number) else b"[]")
+                for number, own in boxes.items()
+            },
+        )
+
+    def _plan_shares(self, task: PersistTask, holders: _Holders, own: int, stop: Stop) -> bytes:
+        """Plan the shares of this node's planners, if it has any; return the tensors as JSON."""
+        if not holders.planners[own]:
+            return b"[]"
+        request = ReadPlan(attempt=task.attempt, stage="boxes", holder=own)
+        messages = self._servers.read_all(task.holders, request, stop)
+        held: list[bytes] = []
+        digests: dict[int, dict[str, str]] = {}
+        for holder, message in zip(task.holders, messages, strict=True):
+            with _reading(holder):
+                boxes, own_digests = msgspec.json.decode(message, type=_BoxesMessage)
+                held.append(bytes(boxes))
+                if holders.has_first(own):
+                    digests.update(zip(holder.ranks, own_digests, strict=True))
+        shares = self._shares.get(
+            (own, task.compression, [holder.ranks for holder in task.holders], held),
+            lambda: _planned(holders, own, held, task.compression),
+        )
+        names = _stored_documents(digests)
+        self._outbox.post(
+            task.attempt,
+            "chunks",
+            {
+                number: b"[%b,%b]" % (chunks, _encoded([names[rank] for rank in holder.ranks]))
+                for number, (holder, chunks) in enumerate(
+                    zip(task.holders, shares.chunks, strict=True)
+                )
+            },
+        )
+        return shares.tensors
 
     def _read_chunks(
-        self, task: PersistTask, planners: _Planners, own: tuple[int, ...], stop: Stop
-    ) -> dict[_Share, _OwnChunks]:
-        """Read what this node's ranks write from all planners, in the planners' order."""
-
-        def chunks_of(server: HolderServer) -> dict[_Share, _OwnChunks]:
-            shares = [
-                _Share(planner, planners.count, own)
-                for planner in planners.by_holder[server.number]
-            ]
-            return {share: self._read_share(task, share, server) for share in shares}
-
-        gathered = self._servers.of_all(task.holders, chunks_of, stop)
-        chunks = {share: found for by_share in gathered for share, found in by_share.items()}
-        return {share: chunks[share] for share in sorted(chunks, key=lambda share: share.planner)}
-
-    def _read_share(self, task: PersistTask, share: _Share, server: HolderServer) -> _OwnChunks:
-        known = self._chunks.get(share)
-        request = ReadPlan(
-            attempt=task.attempt,
-            planner=share.planner,
-            ranks=share.ranks,
-            known=None if known is None else known.digest,
+        self, task: PersistTask, holders: _Holders, own: int, stop: Stop
+    ) -> tuple[NodePlan, list[list[str]]]:
+        """Read from all planners what this node's ranks write, and which documents are stored."""
+        request = ReadPlan(attempt=task.attempt, stage="chunks", holder=own)
+        planning = [task.holders[number] for number in holders.planning]
+        messages = self._servers.read_all(planning, request, stop)
+        chunks: list[bytes] = []
+        names: list[list[str]] = []
+        for number, message in zip(holders.planning, messages, strict=True):
+            with _reading(task.holders[number]):
+                encoded, stored = msgspec.json.decode(message, type=_ChunksMessage)
+                chunks.append(bytes(encoded))
+                if holders.has_first(number):
+                    names = stored
+        plan = self._node_plan.get(
+            (own, [holder.ranks for holder in task.holders], chunks),
+            lambda: _node_plan(holders, own, chunks),
         )
-        reply, payload = server.ask(request, PlanBytes, Unchanged)
-        with server.reading():
-            if not isinstance(reply, PlanBytes):
-                return self._chunks[share]
-            plans = tuple(
-                None if plan is None else WriterPlan.from_json(plan) for plan in json.loads(payload)
-            )
-            if len(plans) != len(share.ranks):
-                raise ValueError(f"plans of {len(plans)} ranks, not of {len(share.ranks)}")
-            return _OwnChunks(reply.digest, plans)
+        return plan, names
 
-    def _read_documents(
-        self, task: PersistTask, ranks: Sequence[int], stop: Stop
-    ) -> dict[str, Json]:
-        """Read all ranks' documents, merged; of those that are alike the last."""
 
-        def digests_of(server: HolderServer) -> list[tuple[int, Mapping[str, str]]]:
-            request = ReadDocumentDigests(snapshot=task.snapshot, ranks=server.holder.ranks)
-            reply, _ = server.ask(request, DocumentDigests)
-            with server.reading():
-                return list(zip(server.holder.ranks, reply.digests, strict=True))
-
-        gathered = self._servers.of_all(task.holders, digests_of, stop)
-        digests = dict(found for of_holder in gathered for found in of_holder)
-        wanted: dict[int, list[str]] = {}
-        for (name, _), position in last_holders([digests[rank] for rank in ranks]).items():
-            wanted.setdefault(ranks[position], []).append(name)
-
-        def documents_of(server: HolderServer) -> list[tuple[int, Mapping[str, Json]]]:
-            found: list[tuple[int, Mapping[str, Json]]] = []
-            for rank in server.holder.ranks:
-                if rank in wanted:
-                    names = tuple(wanted[rank])
-                    request = ReadDocuments(snapshot=task.snapshot, rank=rank, names=names)
-                    _, payload = server.ask(request, DocumentBytes)
-                    with server.reading():
-                        found.append((rank, dict(json.loads(payload))))
-            return found
-
-        gathered_documents = self._servers.of_all(task.holders, documents_of, stop)
-        documents = dict(found for of_holder in gathered_documents for found in of_holder)
-        return merged_documents(documents[rank] for rank in sorted(documents))
+def _boxes_by_holder(entries: Sequence[Sequence[Entry]], holders: _Holders) -> Mapping[int, bytes]:
+    """Return what ranks with these entries hold of the tensors of each holder's planners."""
+    check_storable({entry.key for of_rank in entries for entry in of_rank})
+    count = sum(map(len, holders.planners))
+    split = [entries_by_planner(of_rank, count) for of_rank in entries]
+    return {
+        number: _encoded(
+            [[of_rank[planner] for planner in holders.planners[number]] for of_rank in split]
+        )
+        for number in holders.planning
+    }
 
 
 def _planned(
-    planner: int,
-    ranks: Sequence[int],
-    inputs: Mapping[tuple[int, ...], PlanInput],
-    compression: Compression | None,
-    digest: str,
-) -> PlannedShare:
-    entries: dict[int, Json] = {}
-    for own, given in inputs.items():
-        entries.update(zip(own, json.loads(given.encoded), strict=True))
-    plans, tensors = plan_share([entries[rank] for rank in ranks], planner, compression)
-    return PlannedShare(
-        digest=digest,
-        plans={ranks[writer]: _encoded(plan.to_json()) for writer, plan in plans.items()},
-        tensors=_encoded(tensors.to_json()),
+    holders: _Holders, own: int, held: Sequence[bytes], compression: Compression | None
+) -> _Shares:
+    """Plan the shares of this node's planners.
+
+    Args:
+        holders: all holders.
+        own: this node's number.
+        held: what each holder's ranks hold of these shares, as `_Boxes`.
+        compression: as for `plan_chunks`.
+    """
+    planners = holders.planners[own]
+    boxes: dict[int, Json] = {}
+    for holder, encoded in zip(holders.holders, held, strict=True):
+        with _reading(holder):
+            decoded = msgspec.json.decode(encoded, type=_Boxes)
+            for rank, of_rank in zip(holder.ranks, decoded, strict=True):
+                boxes[rank] = dict(zip(planners, of_rank, strict=True))
+    shares = [
+        plan_share([boxes[rank][planner] for rank in holders.ranks], planner, compression)
+        for planner in planners
+    ]
+    encoded_plans = [
+        {holders.ranks[writer]: plan.to_json() for writer, plan in plans.items()}
+        for plans, _ in shares
+    ]
+    return _Shares(
+        chunks=tuple(
+            _encoded([[plans.get(rank) for rank in holder.ranks] for plans in encoded_plans])
+            for holder in holders.holders
+        ),
+        tensors=_encoded([tensors.to_json() for _, tensors in shares]),
     )
+
+
+def _stored_documents(digests: Mapping[int, Mapping[str, str]]) -> Mapping[int, list[str]]:
+    """Return the names of each rank's documents that no rank after it has alike."""
+    ranks = sorted(digests)
+    names: dict[int, list[str]] = defaultdict(list)
+    for (name, _), position in last_holders([digests[rank] for rank in ranks]).items():
+        names[ranks[position]].append(name)
+    return names
+
+
+def _node_plan(holders: _Holders, own: int, chunks: Sequence[bytes]) -> NodePlan:
+    """Return what a holder's ranks write, given what the planners have for it."""
+    ranks = holders.holders[own].ranks
+    plans: dict[int, dict[int, WriterPlan]] = {}
+    for number, encoded in zip(holders.planning, chunks, strict=True):
+        with _reading(holders.holders[number]):
+            for planner, share in zip(holders.planners[number], json.loads(encoded), strict=True):
+                plans[planner] = {
+                    rank: WriterPlan.from_json(plan)
+                    for rank, plan in zip(ranks, share, strict=True)
+                    if plan is not None
+                }
+    merged = [
+        merged_writer_plan(share[rank] for _, share in sorted(plans.items()) if rank in share)
+        for rank in sorted(ranks)
+    ]
+    tensors = {key: tensor for plan in merged for key, tensor in plan.tensors.items()}
+    return NodePlan(
+        ranks=holders.ranks,
+        own=tuple(sorted(ranks)),
+        chunks=ChunkPlan(tensors, tuple(plan.chunks for plan in merged)),
+    )
+
+
+@contextmanager
+def _reading(holder: RankHolder) -> Iterator[None]:
+    """Raise SnapshotUnavailable where what a holder's server sent cannot be read."""
+    try:
+        yield
+    except (
+        msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, RecursionError
+    ) as error:  # fmt: skip
+        raise SnapshotUnavailable(
+            f"the snapshot server at {holder.address} sent a plan that cannot be read "
+            f"({error!r:.200}); run one version of keepstep on all nodes"
+        ) from error
 
 
 def _encoded(data: Json) -> bytes:

@@ -34,7 +34,7 @@ from keepstep.checkpoint.snapshot.server.client_session import ClientSession
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.snapshot.server.persistence import Persistence
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.protection import Protection
 from keepstep.checkpoint.snapshot.server.rebuilding import Rebuilder
 from keepstep.checkpoint.snapshot.server.restore_check import RestoreCheck
@@ -75,9 +75,9 @@ class SnapshotServer:
         self._protection = Protection(self._memory, identity, budget, self._report_protected)
         self._restore_check = RestoreCheck(self._memory, self._agent.send)
         self._rebuilder = Rebuilder(self._memory, identity, self._protection.mark_unprotected)
-        self._plan_answers = PlanAnswers(self._memory)
+        self._plan_outbox = PlanOutbox()
         self._persistence = Persistence(
-            self._memory, self._plan_answers, identity, config.limits.storage, self._agent.send
+            self._memory, self._plan_outbox, identity, config.limits.storage, self._agent.send
         )
         self._commands = AgentCommands(
             config.ranks,
@@ -109,7 +109,7 @@ class SnapshotServer:
         self._restore_check.close()
         # Sessions that wait for memory, a plan or protection end; then nothing uses their buffers.
         self._memory.stop()
-        self._plan_answers.close()
+        self._plan_outbox.close()
         self._protection.stop()
         self._listener.close()
         self._protection.close()
@@ -121,7 +121,7 @@ class SnapshotServer:
             client,
             self._memory,
             self._protection,
-            self._plan_answers,
+            self._plan_outbox,
             self._protect,
             self._background_rate,
         ).run()

@@ -79,7 +79,6 @@ def test_several_boxes_are_restored_from_memory(cluster: Cluster, near: bool) ->
 
 def test_several_boxes_are_stored_from_memory(cluster: Cluster, tmp_path: Path) -> None:
     snapshot = SnapshotId(cluster.generation, 3)
-    listings = []
     for part, server in enumerate(cluster.living):
         holders = tuple(
             RankHolder(None if other is server else other.address, (rank,))
@@ -87,11 +86,10 @@ def test_several_boxes_are_stored_from_memory(cluster: Cluster, tmp_path: Path) 
         )
         task = PersistTask(str(tmp_path), snapshot, snapshot.generation, "a-1", holders)
         server.ask(PersistPart(task=task, part=part))
-        event = server.wait_for_event(Persisted)
-        listings.append(event.listing)
-        if part == 1:
-            server.ask(PublishManifest(task=task, listings=tuple(listings)))
-            server.wait_for_event(Published)
+    listings = tuple(server.wait_for_event(Persisted).listing for server in cluster.living)
+    publisher = cluster.living[1]
+    publisher.ask(PublishManifest(task=task, listings=listings))
+    publisher.wait_for_event(Published)
     model = torch.nn.ParameterDict({"w": torch.zeros(8, 8)})
     assert checkpoint.load(str(tmp_path), {"model": model}) == 3
     assert torch.equal(model["w"], WHOLE)

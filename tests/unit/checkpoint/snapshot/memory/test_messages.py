@@ -23,8 +23,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     BoxBytes,
     ClientRequest,
     CommitSnapshot,
-    DocumentBytes,
-    DocumentDigests,
     EndPersist,
     Fence,
     FinishProtection,
@@ -42,7 +40,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PersistPart,
     PersistTask,
     PlanBytes,
-    PlanInputBytes,
     PlanPending,
     Protected,
     Published,
@@ -50,14 +47,10 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PublishManifest,
     RankHolder,
     ReadBoxes,
-    ReadDocumentDigests,
-    ReadDocuments,
     ReadIndex,
     ReadPlan,
-    ReadPlanInput,
     ReadStripe,
     ReadTable,
-    ReadTensorPlan,
     Rebuild,
     Refused,
     ReportHoldings,
@@ -71,8 +64,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ShardBox,
     StripeBytes,
     Table,
-    TensorPlanBytes,
-    Unchanged,
     Verify,
 )
 from keepstep.transport import MalformedMessage
@@ -104,11 +95,7 @@ REQUESTS: list[ClientRequest] = [
     ),
     ReadStripe(snapshot=SNAPSHOT, stripe=1, offset=64, count=None),
     ReadTable(snapshot=SNAPSHOT, position=1),
-    ReadPlanInput(snapshot=SNAPSHOT, ranks=(0, 1), planner=1, planners=2, known=None),
-    ReadPlan(attempt="9-1a", planner=1, ranks=(0, 1), known="7f"),
-    ReadTensorPlan(attempt="9-1a", planner=1),
-    ReadDocumentDigests(snapshot=SNAPSHOT, ranks=(0, 1)),
-    ReadDocuments(snapshot=SNAPSHOT, rank=1, names=("values", "rank/1/note")),
+    ReadPlan(attempt="9-1a", stage="boxes", holder=1),
 ]
 REPLIES: list[ServerReply] = [
     Refused(reason="no"),
@@ -121,13 +108,8 @@ REPLIES: list[ServerReply] = [
     BoxBytes(),
     StripeBytes(table=TABLE),
     Table(table=TABLE),
-    PlanInputBytes(digest="7f"),
-    PlanBytes(digest="7f"),
-    TensorPlanBytes(),
+    PlanBytes(),
     PlanPending(),
-    Unchanged(),
-    DocumentDigests(digests=({"values": "7f"}, {})),
-    DocumentBytes(),
 ]
 COMMANDS: list[AgentCommand] = [
     OpenGeneration(group=GROUP),
@@ -217,11 +199,8 @@ def test_every_message_has_an_example_here(union: object, examples: list[object]
         b'"boxes":[{"rank":0,"key":"w","box":{"offset":[-1],"shape":[2]}}]}',
         b'{"type":"ReadBoxes","snapshot":{"generation":1,"step":1},"background":false,'
         b'"boxes":[{"rank":0,"key":"w","box":{"offset":[1,1],"shape":[2]}}]}',
-        b'{"type":"ReadPlanInput","snapshot":{"generation":1,"step":1},"ranks":[0],"planner":0,'
-        b'"planners":0,"known":null}',
-        b'{"type":"ReadPlanInput","snapshot":{"generation":1,"step":1},"ranks":[0],"planner":0,'
-        b'"planners":100000000,"known":null}',
-        b'{"type":"ReadPlan","attempt":"a","planner":0,"ranks":[-1],"known":null}',
+        b'{"type":"ReadPlan","attempt":"a","stage":"boxes","holder":-1}',
+        b'{"type":"ReadPlan","attempt":"a","stage":"shares","holder":0}',
     ],
 )
 def test_requests_with_impossible_sizes_are_rejected(body: bytes) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import cast
@@ -12,19 +11,21 @@ from typing import cast
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Entry, Json, ShardIndex
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     PersistTask,
-    PlanReply,
-    PlanRequest,
+    PlanBytes,
+    PlanPending,
     RankHolder,
+    ReadPlan,
 )
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.snapshot.server.plan_exchange import (
     NodePlan,
     PlanExchange,
     PublishedContent,
 )
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 
 
@@ -44,15 +45,15 @@ class Indexes:
 class Traffic:
     """What one node has received from others."""
 
-    requests: Counter[str] = field(default_factory=Counter)
-    replies: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    pending: int = 0
     nbytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, request: PlanRequest, reply: PlanReply, nbytes: int) -> None:
+    def add(self, reply: PlanBytes | PlanPending, nbytes: int) -> None:
         with self.lock:
-            self.requests[type(request).__name__] += 1
-            self.replies[type(reply).__name__] += 1
+            self.requests += 1
+            self.pending += isinstance(reply, PlanPending)
             self.nbytes += nbytes
 
 
@@ -60,19 +61,16 @@ class Traffic:
 class Connection:
     """A connection that encodes what it carries as a real one does."""
 
-    server: PlanAnswers
+    server: PlanOutbox
     traffic: Traffic
 
-    def answer_plan(self, request: PlanRequest) -> tuple[PlanReply, bytes | bytearray]:
+    def read_plan(self, request: ReadPlan) -> bytes | None:
         requests, replies = SNAPSHOT_PROTOCOL.requests, SNAPSHOT_PROTOCOL.replies
         arrived = requests.decode(requests.encode(request), "client")
-        try:
-            reply, payload = self.server.answer_plan(cast(PlanRequest, arrived))
-        except ValueError as error:  # What a session refuses.
-            raise SnapshotUnavailable(str(error)) from error
-        body = replies.encode(reply)
-        self.traffic.add(request, reply, len(body) + len(payload))
-        return cast(PlanReply, replies.decode(body, "server")), payload
+        message = self.server.read_plan(cast(ReadPlan, arrived))
+        reply = PlanPending() if message is None else PlanBytes()
+        self.traffic.add(reply, len(replies.encode(reply)) + len(message or b""))
+        return message
 
     def close(self) -> None:
         pass
@@ -88,14 +86,16 @@ class Nodes:
     Attributes:
         lost: the nodes that do not answer.
         traffic: what each node has received from others.
+        published: what a node that holds nothing has received.
     """
 
     def __init__(self, ranks: Sequence[Sequence[int]], indexes: Mapping[int, ShardIndex]) -> None:
         self.held = [Indexes({}) for _ in ranks]
         self.step = 0
         self.take(ranks, indexes)
-        self.answers = [PlanAnswers(cast(SnapshotMemory, held)) for held in self.held]
+        self.outboxes = [PlanOutbox() for _ in ranks]
         self.traffic = [Traffic() for _ in ranks]
+        self.published = Traffic()
         self.lost: set[int] = set()
         self.exchanges = [self._exchange(node) for node in range(len(self.ranks))]
 
@@ -107,13 +107,16 @@ class Nodes:
             held.by_rank = {rank: indexes[rank] for rank in own}
 
     def _exchange(self, node: int) -> PlanExchange:
+        return exchange_of(self.held[node], self.outboxes[node], self._connect(self.traffic[node]))
+
+    def _connect(self, traffic: Traffic) -> Callable[[str], Connection]:
         def connect(address: str) -> Connection:
             peer = int(address)
             if peer in self.lost:
                 raise SnapshotUnavailable(f"node {peer} is gone")
-            return Connection(self.answers[peer], self.traffic[node])
+            return Connection(self.outboxes[peer], traffic)
 
-        return PlanExchange(self.answers[node], connect)
+        return connect
 
     def task(self, node: int | None, attempt: str) -> PersistTask:
         """Return the task as a node gets it; None is one that holds nothing."""
@@ -125,7 +128,7 @@ class Nodes:
 
     def plan_one(self, node: int, attempt: str, stop: threading.Event | None = None) -> NodePlan:
         """Return what a node's ranks write; the others have to plan as well."""
-        self.answers[node].shares.begin(attempt)
+        self.outboxes[node].begin(attempt)
         stop = stop or threading.Event()
         return self.exchanges[node].plan(self.task(node, attempt), stop.is_set)
 
@@ -136,12 +139,17 @@ class Nodes:
 
     def content(self, attempt: str) -> PublishedContent:
         """Return what a node that holds nothing publishes."""
-        traffic = Traffic()
-        exchange = PlanExchange(
-            PlanAnswers(cast(SnapshotMemory, Indexes({}))),
-            lambda address: Connection(self.answers[int(address)], traffic),
-        )
+        exchange = exchange_of(Indexes({}), PlanOutbox(), self._connect(self.published))
         return exchange.content(self.task(None, attempt), lambda: False)
+
+
+def exchange_of(
+    held: Indexes, outbox: PlanOutbox, connect: Callable[[str], object]
+) -> PlanExchange:
+    """Return the planning of a server with these parts."""
+    return PlanExchange(
+        cast(SnapshotMemory, held), outbox, cast(Callable[[str], SnapshotClient], connect)
+    )
 
 
 def index_of(entries: Sequence[Entry], documents: Mapping[str, Json] | None = None) -> ShardIndex:

@@ -22,7 +22,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
 )
 from keepstep.checkpoint.snapshot.server import client_session
 from keepstep.checkpoint.snapshot.server.client_session import ClientSession
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.protection import Protection
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Connection, FileRange
@@ -92,7 +92,7 @@ def answer(memory: SnapshotMemory, *boxes: Box) -> Client:
         connection,
         memory,
         cast(Protection, None),
-        PlanAnswers(memory),
+        PlanOutbox(),
         lambda snapshot, sealed: None,
         lambda: 0,
     ).run()
@@ -162,7 +162,7 @@ def test_of_ranks_that_seal_at_the_same_time_one_completes_the_snapshot() -> Non
             cast(Connection[Any, Any], SealingClient(rank, before_reply)),
             memory,
             cast(Protection, None),
-            PlanAnswers(memory),
+            PlanOutbox(),
             lambda snapshot, ranks: sealed.append(ranks),
             lambda: 0,
         ).run()

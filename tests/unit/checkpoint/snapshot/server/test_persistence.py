@@ -32,7 +32,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
 )
 from keepstep.checkpoint.snapshot.server import persistence
 from keepstep.checkpoint.snapshot.server.persistence import Persistence
-from keepstep.checkpoint.snapshot.server.plan_answers import PlanAnswers
+from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Identity
 from tests.adaptive_timeouts import patient
@@ -68,7 +68,7 @@ class Node:
         seal(self.memory, FIRST, 0, {"model/w": 1, "model/v": 2})
         self.events: queue.Queue[ServerEvent] = queue.Queue()
         self.persistence = Persistence(
-            self.memory, PlanAnswers(self.memory), Identity("node", b"s" * 32), 0, self.events.put
+            self.memory, PlanOutbox(), Identity("node", b"s" * 32), 0, self.events.put
         )
 
     def task(self, attempt: str) -> PersistTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Box, Entry, ShardIndex
-from keepstep.checkpoint.format.stored.chunking import plan_chunks
+from keepstep.checkpoint.format.stored.chunking import Chunk, plan_chunks
 from keepstep.checkpoint.format.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
@@ -23,7 +24,7 @@ from keepstep.checkpoint.format.stored.shared_plan import (
     plan_share,
     planner_count,
 )
-from keepstep.checkpoint.snapshot.server import holder_servers, plan_shares
+from keepstep.checkpoint.snapshot.server import holder_servers, plan_exchange, plan_outbox
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
 from tests.adaptive_timeouts import patient
 from tests.unit.checkpoint.snapshot.server.plan_nodes import Nodes, index_of
@@ -138,17 +139,19 @@ def check_planned(planned: Sequence[NodePlan], indexes: Mapping[int, ShardIndex]
     assert written == {rank: plan.chunks for rank, plan in plans.items()}
 
 
-def test_a_plan_is_not_sent_again_while_no_ranks_boxes_change() -> None:
+def test_nothing_is_planned_again_while_no_ranks_boxes_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nodes = Nodes(NODES, shared_indexes())
     first = nodes.plan("a")
-    for traffic in nodes.traffic:
-        traffic.replies.clear()
-        traffic.nbytes = 0
+
+    def fail(*_: object) -> None:
+        raise AssertionError("it is planned again")
+
+    monkeypatch.setattr(plan_exchange, "plan_share", fail)
     nodes.take(NODES, shared_indexes())
     assert nodes.plan("b") == first
-    for traffic in nodes.traffic:
-        assert set(traffic.replies) <= {"Unchanged", "PlanPending"}
-        assert traffic.nbytes < 100 * sum(traffic.replies.values())
+    assert nodes.content("b").documents["notes"] == 1
 
 
 def test_a_change_of_one_ranks_boxes_is_planned() -> None:
@@ -160,13 +163,27 @@ def test_a_change_of_one_ranks_boxes_is_planned() -> None:
     assert "model/more" in nodes.content("b").tensors
 
 
-def test_nodes_whose_ranks_have_changed_places_do_not_follow_their_old_plans() -> None:
-    """All shares are the same as before, and so are their digests."""
-    indexes = shared_indexes()
+@pytest.mark.parametrize("are_replicas", [False, True])
+def test_nodes_whose_ranks_have_changed_places_do_not_follow_their_old_plans(
+    are_replicas: bool,
+) -> None:
+    """All ranks' boxes are the same as before."""
+    whole = [entry(f"model/w{number}", (6,), Box((0,), (6,))) for number in range(30)]
+    replicas = {rank: index_of(whole) for rank in range(RANKS)}
+    indexes = replicas if are_replicas else shared_indexes()
     nodes = Nodes(NODES, indexes)
     first = nodes.plan("a")
     nodes.take([NODES[n] for n in (1, 0, 2, 3)], indexes)
     assert nodes.plan("b") == [first[n] for n in (1, 0, 2, 3)]
+    chunk_parts = nodes.content("b").chunk_parts
+    for part, own in enumerate(nodes.ranks):
+        written = {chunk.key for rank in own for chunk in chunks_of(first, rank)}
+        assert written == {key for key, parts in chunk_parts.items() if part in parts}
+
+
+def chunks_of(planned: Sequence[NodePlan], rank: int) -> Sequence[Chunk]:
+    node = next(node for node in planned if rank in node.own)
+    return node.chunks.chunks[node.own.index(rank)]
 
 
 def test_what_a_server_receives_does_not_grow_with_the_nodes() -> None:
@@ -198,6 +215,16 @@ def test_of_documents_that_are_alike_one_is_read_and_of_others_the_last_counts()
     }
 
 
+def test_a_document_that_all_ranks_have_is_sent_once() -> None:
+    groups = [{"lr": 0.1, "parameters": [f"parameter {number}" for number in range(10_000)]}]
+    documents = {"optim/groups": groups}
+    whole = [entry("model/all", (6,), Box((0,), (6,)))]
+    nodes = Nodes(NODES, {rank: index_of(whole, documents) for rank in range(RANKS)})
+    nodes.plan("a")
+    assert nodes.content("a").documents == documents
+    assert nodes.published.nbytes < 1.1 * len(json.dumps(documents))
+
+
 class Planning:
     """A node that plans on a thread of its own."""
 
@@ -226,7 +253,7 @@ def test_a_share_that_cannot_be_planned_fails_all_nodes() -> None:
     own = [error for error in errors if isinstance(error, LayoutMismatch)]
     assert len(own) == 1
     assert "model/part" in str(own[0])
-    told = "could not plan its share: LayoutMismatch: model/part"
+    told = "its share was not planned: LayoutMismatch: model/part"
     assert [told in str(error) for error in errors if error is not own[0]] == [True] * 3
 
 
@@ -247,14 +274,14 @@ def test_a_holder_that_is_gone_ends_the_wait_for_others() -> None:
 
 def wait_until_pending(nodes: Nodes, node: int) -> None:
     deadline_s = time.monotonic() + patient(60)
-    while not nodes.traffic[node].replies["PlanPending"]:
+    while not nodes.traffic[node].pending:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
 @pytest.fixture
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_shares, "_PENDING_POLL_S", 0.01)
+    monkeypatch.setattr(plan_outbox, "_PENDING_POLL_S", 0.01)
 
 
 @pytest.mark.usefixtures("short_polls")
@@ -281,7 +308,7 @@ def test_a_planner_that_begins_late_is_waited_for() -> None:
 def test_a_planner_that_never_begins_is_waited_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(holder_servers, "_PLANNER_LIMIT_S", 0.05)
+    monkeypatch.setattr(holder_servers, "_SERVER_LIMIT_S", 0.05)
     nodes = Nodes(NODES, shared_indexes())
     with pytest.raises(SnapshotUnavailable, match=r"server at . did not plan its share within"):
         nodes.plan_one(0, "a")
@@ -292,8 +319,8 @@ def test_a_node_that_has_begun_the_next_attempt_refuses_the_one_before() -> None
     nodes = Nodes(NODES, shared_indexes())
     waiting = Planning(nodes, 0)
     wait_until_pending(nodes, 0)
-    nodes.answers[1].shares.begin("a")
-    nodes.answers[1].shares.begin("b")
+    nodes.outboxes[1].begin("a")
+    nodes.outboxes[1].begin("b")
     assert "attempt a to store a snapshot is over here" in str(waiting.outcome)
 
 
