@@ -280,21 +280,23 @@ def load_state(
 
         if loaded := load_named(url, state, options, group, step):
             return loaded
-    found = find_together(url, group, step)
+    # It sends no request: if it fails, it does so on all ranks.
+    storage = open_storage(url)
+    found = find_together(storage, group, step)
     if found is None:
         from keepstep.checkpoint.ranks.foreign_load import load_found
 
         if loaded := load_found(url, state, options, group, step):
             return loaded
-        raise missing(url, step)
+        raise missing(storage, step)
 
     def load_one(stored: StoredStep) -> LoadReport:
         if stored == found.stored:
             return _load_stored(found.open, url, state, options, group)
-        opened = open_together(url, group, stored.step, stored.generation)
+        opened = open_together(storage, group, stored.step, stored.generation)
         return _load_stored(lambda: opened, url, state, options, group)
 
-    older = (s for s in older_steps(url, found.stored, group) if step in (None, s.step))
+    older = (s for s in older_steps(storage, found.stored, group) if step in (None, s.step))
     tried = itertools.chain([found.stored], older if fallback else ())
     return load_newest_intact(url, tried, load_one, group).result
 

@@ -263,7 +263,7 @@ class Reader(StorageReader):
     def _source(self) -> StoredCheckpoint:
         # Every rank opens the checkpoint itself; `prepare_global_plan` has all read the same one.
         if self._opened is None:
-            self._opened = StoredCheckpoint.open(self._url, self._step)
+            self._opened = StoredCheckpoint.open(open_storage(self._url), self._step)
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -321,7 +321,9 @@ class Reader(StorageReader):
         # A planner of the user's may return plans of its own.
         chosen: StoredStep = plan.storage_data or self._source.stored
         if self._source.stored != chosen:
-            self._opened = StoredCheckpoint.open(self._url, chosen.step, chosen.generation)
+            self._opened = StoredCheckpoint.open(
+                open_storage(self._url), chosen.step, chosen.generation
+            )
             self._check_has(item.storage_index.fqn for item in plan.items)
         requests: list[BoxRequest] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from examples.local_cluster import LocalCluster, read_steps, script
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.elastic.cli.status import recoveries
 from keepstep.elastic.rendezvous.records import Recovery
 from keepstep.elastic.rendezvous.view import View
@@ -41,7 +42,7 @@ def main(output: Path) -> None:
     console.rule("results")
     console.print(recoveries(history))
     plot(output, history)
-    stored = StoredCheckpoint.open(str(output / "disturbed" / "checkpoint"))
+    stored = StoredCheckpoint.open(open_storage(str(output / "disturbed" / "checkpoint")))
     console.print(
         f"checkpoint of step {stored.step}: {len(stored.tensors)} tensors "
         f"in {stored.storage.url}/{stored.stored.directory}"

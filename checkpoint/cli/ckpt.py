@@ -50,6 +50,7 @@ from keepstep.checkpoint.format.stored.pruning import (
 )
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import is_committed, list_steps, missing
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from keepstep.checkpoint.format.stored.strict_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")
@@ -91,9 +92,11 @@ def ls(url: str, form: str | None, as_json: bool) -> None:
     summaries: list[CheckpointSummary] = []
     damaged: dict[str, str] = {}
     too_new: dict[str, str] = {}
-    for stored in list_steps(url):
+    storage = open_storage(url)
+    for stored in list_steps(storage):
         try:
-            summaries.append(summarize(StoredCheckpoint.open(url, stored.step, stored.generation)))
+            opened = StoredCheckpoint.open(storage, stored.step, stored.generation)
+            summaries.append(summarize(opened))
         except CheckpointMissing:
             # Another process has removed it since it was listed.
             continue
@@ -165,7 +168,7 @@ def show(
         _refuse_step(url, step, generation)
         show_other(other, documents=documents, as_json=as_json)
         return
-    source = StoredCheckpoint.open(url, step, generation)
+    source = StoredCheckpoint.open(open_storage(url), step, generation)
     total = summarize(source)
     if as_json:
         tensors = {
@@ -254,14 +257,15 @@ def verify(
         verify_others(other, everything=everything, as_json=as_json)
         return
     results: dict[str, str | None] = {}
-    listed: Sequence[StoredStep | None] = list_steps(url) if everything else (None,)
+    storage = open_storage(url)
+    listed: Sequence[StoredStep | None] = list_steps(storage) if everything else (None,)
     for stored in listed:
         if stored is None:
             wanted, name = (step, generation), "the newest" if step is None else f"step {step}"
         else:
             wanted, name = (stored.step, stored.generation), stored.directory
         try:
-            source = StoredCheckpoint.open(url, *wanted)
+            source = StoredCheckpoint.open(storage, *wanted)
             name = source.stored.directory
             with progress(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json
@@ -271,7 +275,7 @@ def verify(
                 Console(stderr=True).print(f"{name}: it has no digest of its content")
             results[name] = None
         except (CheckpointMissing, CheckpointDamaged, CheckpointTooNew) as error:
-            if stored is not None and not is_committed(url, stored):
+            if stored is not None and not is_committed(storage, stored):
                 # Another process has removed it since it was listed.
                 continue
             if isinstance(error, CheckpointMissing):
@@ -280,7 +284,7 @@ def verify(
         if not as_json:
             echo(f"{name}: {results[name] or 'intact'}")
     if not results:
-        raise missing(url, None)
+        raise missing(storage, None)
     if as_json:
         print_json({"checkpoints": results})
     if any(results.values()):
@@ -319,7 +323,8 @@ def rm(
 
     A later `gc` deletes their bytes, so that readers can finish.
     """
-    present = list_steps(url)
+    storage = open_storage(url)
+    present = list_steps(storage)
     if bool(steps) == (keep_last is not None):
         raise click.UsageError("give either --step or --keep-last")
     if steps:
@@ -340,14 +345,14 @@ def rm(
                     "--keep-best takes a number, the name of a saved value, and min or max"
                 )
             best = (int(count), direction)
-            metric = _values_of(name, url, present, at_least=int(count))
+            metric = _values_of(name, storage, present, at_least=int(count))
         assert keep_last is not None
         retention = Retention(last=keep_last, every=keep_every)
         policy = RetentionPolicy(retention, best=best, pinned=frozenset(pin))
         to_remove = checkpoints_to_remove(present, policy, metric)
     for stored in to_remove:
         if not dry_run:
-            remove(url, stored, now=time.time())
+            remove(storage, stored, now=time.time())
         if not as_json:
             click.echo(f"{'would remove' if dry_run else 'removed'} {stored.directory}")
     if as_json:
@@ -355,7 +360,7 @@ def rm(
 
 
 def _values_of(
-    name: str, url: str, present: Sequence[StoredStep], at_least: int
+    name: str, storage: Storage, present: Sequence[StoredStep], at_least: int
 ) -> dict[StoredStep, float]:
     """Return the value of this name of each checkpoint that has one.
 
@@ -363,7 +368,7 @@ def _values_of(
         click.UsageError: so few have one that the best would be removed with those that have none.
     """
     metrics = {
-        stored: metrics_of(StoredCheckpoint.open(url, stored.step, stored.generation))
+        stored: metrics_of(StoredCheckpoint.open(storage, stored.step, stored.generation))
         for stored in present
     }
     values = {stored: numbers[name] for stored, numbers in metrics.items() if name in numbers}
@@ -391,15 +396,16 @@ def gc(url: str, grace: float, as_json: bool) -> None:
     `gc` notes what no manifest names when it first finds it, because a writer may be at work on it.
     A later `gc` gives it up if nothing was added since, and another one deletes it.
     """
-    deleted = collect_garbage(url, now=time.time(), grace_s=grace)
+    storage = open_storage(url)
+    deleted = collect_garbage(storage, now=time.time(), grace_s=grace)
     if as_json:
         print_json({"deleted": deleted})
     else:
         for directory in deleted:
             click.echo(f"deleted {directory}")
         click.echo(
-            f"deleted {len(deleted)}; {len(list_steps(url))} checkpoints stay; what was removed or "
-            f"left unfinished less than {grace:.0f} s ago waits for a later gc"
+            f"deleted {len(deleted)}; {len(list_steps(storage))} checkpoints stay; what was "
+            f"removed or left unfinished less than {grace:.0f} s ago waits for a later gc"
         )
 
 
@@ -411,10 +417,10 @@ def gc(url: str, grace: float, as_json: bool) -> None:
 @_JSON
 def cp(source: str, target: str, step: int | None, generation: int | None, as_json: bool) -> None:
     """Copy a checkpoint from one URL to another, and verify every byte."""
-    opened = StoredCheckpoint.open(source, step, generation)
+    opened = StoredCheckpoint.open(open_storage(source), step, generation)
     nbytes = sum(item.nbytes for item in opened.cell_index.objects)
     with progress(opened.stored.directory, nbytes, quiet=as_json) as report:
-        copy(opened, target, report)
+        copy(opened, open_storage(target), report)
     if as_json:
         print_json({"copied": opened.stored.directory, "nbytes": nbytes})
     else:

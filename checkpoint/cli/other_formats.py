@@ -30,6 +30,7 @@ from keepstep.checkpoint.convert.write.verification import nbytes_of_files, veri
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.format.layout.documents import CONFIG
 from keepstep.checkpoint.format.stored.steps import newest
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.strict_json import to_strict_json
 
 _MOST_LOOKED_AT = 200
@@ -60,7 +61,7 @@ def other_format(url: str, form: str | None) -> NamedForeign | None:
         return named
     if form is not None:
         return None if form == Format.UNIVERSAL else NamedForeign(url, Format(form))
-    if newest(url) is None and found_foreign(url) is not None:
+    if newest(open_storage(url)) is None and found_foreign(url) is not None:
         return NamedForeign(url, None)
     return None
 

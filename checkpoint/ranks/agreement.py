@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 
 log = logging.getLogger("keepstep")
@@ -28,18 +29,18 @@ class Loaded(Generic[Result]):
     damaged: tuple[StoredStep, ...]
 
 
-def agreed_steps(url: str, group: ControlGroup) -> tuple[StoredStep, ...]:
-    """Return the committed checkpoints at a URL, newest first, as rank 0 sees them.
+def agreed_steps(storage: Storage, group: ControlGroup) -> tuple[StoredStep, ...]:
+    """Return the committed checkpoints in a storage, newest first, as rank 0 sees them.
 
     So all ranks load the same one even if a new one appears now.
     """
     (listed,) = group.broadcast(
-        lambda: [json.dumps([[s.step, s.generation] for s in list_steps(url)]).encode()]
+        lambda: [json.dumps([[s.step, s.generation] for s in list_steps(storage)]).encode()]
     )
     return tuple(StoredStep(step, generation) for step, generation in json.loads(bytes(listed)))
 
 
-def older_steps(url: str, than: StoredStep, group: ControlGroup) -> Iterator[StoredStep]:
+def older_steps(storage: Storage, than: StoredStep, group: ControlGroup) -> Iterator[StoredStep]:
     """Yield the committed checkpoints before this one, newest first, as rank 0 sees them.
 
     They are listed when the first one is asked for: the list grows with what is stored. All ranks
@@ -47,7 +48,7 @@ def older_steps(url: str, than: StoredStep, group: ControlGroup) -> Iterator[Sto
     """
     yield from (
         stored
-        for stored in agreed_steps(url, group)
+        for stored in agreed_steps(storage, group)
         if (stored.step, stored.generation) < (than.step, than.generation)
     )
 

@@ -19,6 +19,7 @@ from keepstep.checkpoint.format.stored.metadata import PARALLEL_READS, StoredMet
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps, missing, newest
+from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 
 _LISTINGS_NBYTES = 2**20
@@ -26,12 +27,12 @@ _LISTINGS_NBYTES = 2**20
 
 
 def open_together(
-    url: str, group: ControlGroup, step: int | None = None, generation: int | None = None
+    storage: Storage, group: ControlGroup, step: int | None = None, generation: int | None = None
 ) -> StoredCheckpoint:
     """Open a checkpoint on all ranks.
 
     Args:
-        url: as for `StoredCheckpoint.open`.
+        storage: as for `StoredCheckpoint.open`.
         group: the ranks.
         step: as for `StoredCheckpoint.open`.
         generation: as for `StoredCheckpoint.open`.
@@ -40,16 +41,16 @@ def open_together(
         CheckpointError: as `StoredCheckpoint.open` does, the same on all ranks.
     """
     if group.size == 1:
-        return StoredCheckpoint.open(url, step, generation)
-    told = group.broadcast(lambda: _encode(_read(url, step, generation)))
-    return group.run_on_all_ranks(lambda: _of(url, _decode(told), group))
+        return StoredCheckpoint.open(storage, step, generation)
+    told = group.broadcast(lambda: _encode(_read(storage, step, generation)))
+    return group.run_on_all_ranks(lambda: _of(storage, _decode(told), group))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundCheckpoint:
     """A checkpoint that rank 0 has found; all ranks have its metadata, or know of its damage."""
 
-    url: str
+    storage: Storage
     stored: StoredStep
     group: ControlGroup
     told: Sequence[memoryview] = ()
@@ -67,18 +68,20 @@ class FoundCheckpoint:
         if self.damage is not None:
             raise CheckpointDamaged(self.damage)
         if not self.told:
-            return StoredCheckpoint.open(self.url, self.stored.step, self.stored.generation)
+            return StoredCheckpoint.open(self.storage, self.stored.step, self.stored.generation)
         group = self.group
-        return group.run_on_all_ranks(lambda: _of(self.url, _decode(self.told), group))
+        return group.run_on_all_ranks(lambda: _of(self.storage, _decode(self.told), group))
 
 
-def find_together(url: str, group: ControlGroup, step: int | None = None) -> FoundCheckpoint | None:
+def find_together(
+    storage: Storage, group: ControlGroup, step: int | None = None
+) -> FoundCheckpoint | None:
     """Find the newest checkpoint on rank 0, and hand on its metadata at once.
 
     So all ranks load the same one even if a new one appears now.
 
     Args:
-        url: the URL that may have checkpoints.
+        storage: may have checkpoints.
         group: the ranks.
         step: only checkpoints of this step; None for any.
 
@@ -92,10 +95,10 @@ def find_together(url: str, group: ControlGroup, step: int | None = None) -> Fou
 
     def find() -> StoredStep | None:
         if step is None:
-            return newest(url)
-        steps = list_steps(url)
+            return newest(storage)
+        steps = list_steps(storage)
         if steps and all(stored.step != step for stored in steps):
-            raise missing(url, step)
+            raise missing(storage, step)
         return next((stored for stored in steps if stored.step == step), None)
 
     def read() -> list[bytes]:
@@ -106,7 +109,7 @@ def find_together(url: str, group: ControlGroup, step: int | None = None) -> Fou
         if group.size == 1:
             return [name]
         try:
-            return [name, *_encode(_read(url, stored.step, stored.generation))]
+            return [name, *_encode(_read(storage, stored.step, stored.generation))]
         except CheckpointDamaged as error:
             return [name, str(error).encode()]
 
@@ -115,17 +118,17 @@ def find_together(url: str, group: ControlGroup, step: int | None = None) -> Fou
         return None
     stored, content = StoredStep(*json.loads(bytes(told[0]))), told[1:]
     if len(content) == 1:
-        return FoundCheckpoint(url, stored, group, damage=bytes(content[0]).decode())
-    return FoundCheckpoint(url, stored, group, content)
+        return FoundCheckpoint(storage, stored, group, damage=bytes(content[0]).decode())
+    return FoundCheckpoint(storage, stored, group, content)
 
 
-def _of(url: str, metadata: StoredMetadata, group: ControlGroup) -> StoredCheckpoint:
-    return StoredCheckpoint.of(url, metadata, rank=group.rank, world_size=group.size)
+def _of(storage: Storage, metadata: StoredMetadata, group: ControlGroup) -> StoredCheckpoint:
+    return StoredCheckpoint.of(storage, metadata, rank=group.rank, world_size=group.size)
 
 
-def _read(url: str, step: int | None, generation: int | None) -> StoredMetadata:
+def _read(storage: Storage, step: int | None, generation: int | None) -> StoredMetadata:
     return StoredMetadata.read(
-        url, step, generation, for_all_ranks=True, listings_nbytes=_LISTINGS_NBYTES
+        storage, step, generation, for_all_ranks=True, listings_nbytes=_LISTINGS_NBYTES
     )
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.format.stored import housekeeping
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.format.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.ranks.agreement import (
     agreed_steps,
@@ -416,9 +415,11 @@ class SnapshotManager:
             Holder(self._server(rebuild), (rebuild.rank,), rebuilds=True)
             for rebuild in resume.shard_rebuilds
         ]
-        open_stored = partial(
-            StoredCheckpoint.open, resume.stored, resume.snapshot.step, resume.stored_generation
-        )
+
+        def open_stored() -> StoredCheckpoint:
+            storage = open_storage(resume.stored)
+            return StoredCheckpoint.open(storage, resume.snapshot.step, resume.stored_generation)
+
         source = MemorySource(
             resume.snapshot,
             holders,
@@ -436,20 +437,22 @@ class SnapshotManager:
         Checkpoints of later steps are removed: the job computes these steps again, and neither it
         nor a later launch may take one of them for its newest state.
         """
-        url = self._checkpoint
+        storage: Storage | None = None
         steps: Sequence[StoredStep] = ()
         resumed: Resumed | None = None
         try:
-            steps = agreed_steps(url, self._ranks) if url is not None else ()
-            if url is not None and any(stored.step <= newest_step for stored in steps):
-                resumed = self._restore_stored(url, steps, seed, newest_step)
+            if self._checkpoint is not None:
+                storage = open_storage(self._checkpoint)
+                steps = agreed_steps(storage, self._ranks)
+            if storage is not None and any(stored.step <= newest_step for stored in steps):
+                resumed = self._restore_stored(storage, steps, seed, newest_step)
         except CheckpointError as error:
             # All ranks raise one for the same reason, also where storage cannot be reached.
             log.warning("%s", error)
-        if url is not None and resumed is not None:
+        if storage is not None and resumed is not None:
             undone = [stored for stored in steps if stored.step > resumed.position.step]
             self._ranks.run_on_all_ranks(
-                lambda: _remove(url, undone) if self._ranks.rank == 0 else None
+                lambda: _remove(storage, undone) if self._ranks.rank == 0 else None
             )
             return resumed
         if self._ranks.rank == 0:
@@ -462,24 +465,25 @@ class SnapshotManager:
 
     def _resume_without_memory(self, seed: int) -> Resumed:
         """Restore the newest stored checkpoint that no rank finds damaged, else begin."""
-        url = self._checkpoint
-        if url is None:
+        if self._checkpoint is None:
             return self._begin(seed)
+        storage, ranks = open_storage(self._checkpoint), self._ranks
         # Only rank 0 tries, and lists the steps: all ranks resume from one of them.
-        ranks = self._ranks
-        ranks.run_on_all_ranks(
-            lambda: open_storage(url).probe_writable() if ranks.rank == 0 else None
-        )
-        steps = agreed_steps(url, ranks)
-        return self._restore_stored(url, steps, seed) if steps else self._begin(seed)
+        ranks.run_on_all_ranks(lambda: storage.probe_writable() if ranks.rank == 0 else None)
+        steps = agreed_steps(storage, ranks)
+        return self._restore_stored(storage, steps, seed) if steps else self._begin(seed)
 
     def _restore_stored(
-        self, url: str, steps: Sequence[StoredStep], seed: int, newest_step: int | None = None
+        self,
+        storage: Storage,
+        steps: Sequence[StoredStep],
+        seed: int,
+        newest_step: int | None = None,
     ) -> Resumed:
         """Restore the newest of these checkpoints that no rank finds damaged.
 
         Args:
-            url: the URL that has them.
+            storage: has them.
             steps: all checkpoints there, newest first.
             seed: as for `resume`.
             newest_step: those of later steps are left out.
@@ -491,7 +495,7 @@ class SnapshotManager:
         ranks = self._ranks
 
         def restore(stored: StoredStep) -> tuple[Position, RestoreTraffic]:
-            opened = open_together(url, ranks, stored.step, stored.generation)
+            opened = open_together(storage, ranks, stored.step, stored.generation)
 
             # All ranks take the checkpoint's names for the same.
             training = self.training
@@ -509,10 +513,10 @@ class SnapshotManager:
             ), traffic
 
         wanted = [s for s in steps if newest_step is None or s.step <= newest_step]
-        loaded = load_newest_intact(url, wanted, restore, ranks)
+        loaded = load_newest_intact(storage.url, wanted, restore, ranks)
         position, traffic = loaded.result
         if self._ranks.rank == 0:
-            log.info("%s: restored step %d: %s", url, position.step, traffic)
+            log.info("%s: restored step %d: %s", storage.url, position.step, traffic)
         damaged = (f"step {stored.step} damaged" for stored in loaded.damaged)
         return Resumed(
             position,
@@ -536,19 +540,21 @@ class SnapshotManager:
         return self._assignment.server if holder.node == self._assignment.node else holder.server
 
 
-def _remove(url: str, undone: Sequence[StoredStep]) -> None:
+def _remove(storage: Storage, undone: Sequence[StoredStep]) -> None:
     """Remove checkpoints of steps that are computed again, the newest first."""
     for stored in undone:
         try:
-            housekeeping.remove(url, stored, now=time.time())
+            housekeeping.remove(storage, stored, now=time.time())
         except CheckpointError as error:
             # The state is restored already, and is the right one to go on from.
             log.error(
                 "%s: %s, which the job has rolled back from, is not removed, and a launch after "
                 "the loss of all memory may resume from it; `keepstep ckpt rm` removes it: %s",
-                url,
+                storage.url,
                 stored.directory,
                 error,
             )
         else:
-            log.info("%s: removed %s, which the job has rolled back from", url, stored.directory)
+            log.info(
+                "%s: removed %s, which the job has rolled back from", storage.url, stored.directory
+            )

@@ -299,7 +299,7 @@ def measure(model: Model, ranks: int, url: str, console: Console) -> Result:
     publish(storage, attempt, [entry for entry, _ in written], stored, tensors.writers, {})
     write_s, write_requests = time.perf_counter() - begun_s, storage.requests
     begun_s = time.perf_counter()
-    opened = StoredCheckpoint.open(url)
+    opened = StoredCheckpoint.open(open_storage(url))
     reading = CountingStorage(opened.storage)
     opened = replace(opened, storage=reading)
     open_alone_s = time.perf_counter() - begun_s
@@ -354,12 +354,14 @@ def measure_stages(url: str, tensors_per_stage: int) -> Result:
     for name, wanted in (("open_stage_s", [shards[STAGES // 2]]), ("open_all_s", shards)):
         boxes = [(entry.key, entry.box) for shard in wanted for entry in shard.entries]
         begun_s = time.perf_counter()
-        StoredCheckpoint.open(url, 1, 0).locate(boxes)
+        StoredCheckpoint.open(open_storage(url), 1, 0).locate(boxes)
         result[name] = round(time.perf_counter() - begun_s, 2)
-    metadata = StoredMetadata.read(url, 1, 0, for_all_ranks=True)
+    metadata = StoredMetadata.read(open_storage(url), 1, 0, for_all_ranks=True)
     boxes = [(entry.key, entry.box) for entry in shards[STAGES // 2].entries]
     begun_s = time.perf_counter()
-    StoredCheckpoint.of(url, metadata, rank=STAGES // 2, world_size=STAGES).locate(boxes)
+    StoredCheckpoint.of(open_storage(url), metadata, rank=STAGES // 2, world_size=STAGES).locate(
+        boxes
+    )
     result["handed_on_stage_s"] = round(time.perf_counter() - begun_s, 2)
     return result
 

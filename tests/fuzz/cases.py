@@ -15,6 +15,7 @@ from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.fuzz.mutations import mutated
 from tests.opened_checkpoints import open_foreign
 
@@ -83,7 +84,7 @@ class Seed:
             return open_foreign(url, Format(self._form))
 
     def _read_own(self) -> None:
-        source = StoredCheckpoint.open(str(self._place))
+        source = StoredCheckpoint.open(open_storage(str(self._place)))
         json.dumps(source.documents)
         source.verify()
         read_all(source)

@@ -23,6 +23,7 @@ from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.format.layout.wrapper_names import PARALLEL, without_wrappers
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps, newest
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 _MODEL = "model/"
 
@@ -90,13 +91,15 @@ def locate(url: str, form: Format | None = None, *, step: int | None = None) -> 
         url, form = named.url, named.form
     if form is None:
         # Told without a list of all files, which may be many.
-        form = Format.UNIVERSAL if newest(url) is not None else recognized_at(url)[0].format
+        own = newest(open_storage(url))
+        form = Format.UNIVERSAL if own is not None else recognized_at(url)[0].format
     if form == Format.UNIVERSAL:
-        listed = (stored for stored in list_steps(url) if stored.step == step)
-        chosen = newest(url) if step is None else next(listed, None)
+        storage = open_storage(url)
+        listed = (stored for stored in list_steps(storage) if stored.step == step)
+        chosen = newest(storage) if step is None else next(listed, None)
         if chosen is None:
             # It says which steps there are.
-            StoredCheckpoint.open(url, step)
+            StoredCheckpoint.open(storage, step)
             raise CheckpointMissing(f"{url}: the checkpoint came a moment ago; try again")
         return Place(url, form, step=chosen.step, generation=chosen.generation)
     if step is not None:
@@ -127,7 +130,8 @@ def open_place(
         RulesInvalid: the rules do not fit the tensors.
     """
     if place.form == Format.UNIVERSAL:
-        return Opened(StoredCheckpoint.open(place.url, place.step, place.generation), "keepstep")
+        storage = open_storage(place.url)
+        return Opened(StoredCheckpoint.open(storage, place.step, place.generation), "keepstep")
     foreign = open_located(place.url, place.recognized, parameter_names, rank_rules)
     return Opened(foreign, foreign.format_name, foreign.left_out)
 

@@ -202,7 +202,7 @@ class UniversalParts:
         """
         content = digest_document(sum_of(part.content for part in self._written.values()))
         metadata = self._metadata({**documents, DIGEST: content})
-        StoredCheckpoint.of(self._url, metadata)
+        StoredCheckpoint.of(self.storage, metadata)
         listings = [part.listing for part in self._written.values()]
         if not self._is_committed(listings):
             required = required_features(self.plan.tensors)
@@ -264,7 +264,7 @@ class UniversalParts:
     @cached_property
     def _checked(self) -> StoredCheckpoint:
         """The checkpoint as a reader will see it, which nobody does before the manifest."""
-        return StoredCheckpoint.of(self._url, self._metadata({}))
+        return StoredCheckpoint.of(self.storage, self._metadata({}))
 
     def _metadata(self, documents: Mapping[str, Json]) -> StoredMetadata:
         listings = [part.listing for part in self._written.values()]

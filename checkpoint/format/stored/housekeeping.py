@@ -43,7 +43,7 @@ from keepstep.checkpoint.format.stored.object_names import (
 from keepstep.checkpoint.format.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import noted_newest
-from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.strict_json import encode_strict
 from keepstep.checkpoint.format.stored.writer import commit
@@ -113,22 +113,21 @@ def _saved_at(source: StoredCheckpoint) -> str | None:
     return time_text if isinstance(time_text, str) else None
 
 
-def remove(url: str, stored: StoredStep, *, now: float) -> None:
+def remove(storage: Storage, stored: StoredStep, *, now: float) -> None:
     """Remove a checkpoint from the list at once; `collect_garbage` deletes its bytes later.
 
     Args:
-        url: the URL that has the checkpoint.
+        storage: has the checkpoint.
         stored: the checkpoint to remove.
         now: wall-clock seconds.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    storage = open_storage(url)
     # Not by a list of all: on object stores that is as long as everything under the URL.
     if not storage.exists(f"{stored.directory}/{MANIFEST}"):
         raise CheckpointError(
-            f"{url}: there is no checkpoint {stored.directory}; see `keepstep ckpt ls`"
+            f"{storage.url}: there is no checkpoint {stored.directory}; see `keepstep ckpt ls`"
         )
     directory = _named_directory(storage, stored)
     if directory is not None:
@@ -142,7 +141,7 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
         storage.delete(NEWEST)
 
 
-def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
+def collect_garbage(storage: Storage, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
     """Delete attempts that no manifest names, and removed checkpoints.
 
     It also deletes what writers that died have left beside the checkpoints.
@@ -153,14 +152,13 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
     names at once, which is safe only while no process writes.
 
     Args:
-        url: the URL to clean up.
+        storage: what to clean up.
         now: wall-clock seconds.
         grace_s: how long readers and writers may take to finish.
 
     Returns:
         The directories, and the names of what lay beside them.
     """
-    storage = open_storage(url)
     names, unfinished = storage.names(), storage.unfinished()
     by_step: dict[StoredStep, list[str]] = defaultdict(list)
     for name in (*names, *unfinished):
@@ -317,13 +315,13 @@ def _read_note(storage: Storage, name: str) -> Note | None:
 
 
 def copy(
-    source: StoredCheckpoint, url: str, report: Callable[[int], None] = lambda nbytes: None
+    source: StoredCheckpoint, target: Storage, report: Callable[[int], None] = lambda nbytes: None
 ) -> StoredStep:
-    """Copy a checkpoint to another URL, and verify every byte; the copy is durable on return.
+    """Copy a checkpoint to another storage, and verify every byte; the copy is durable on return.
 
     Args:
         source: the checkpoint to copy.
-        url: the URL to copy to.
+        target: where to copy it to.
         report: called with the number of bytes after each object, from several threads.
 
     Raises:
@@ -332,20 +330,19 @@ def copy(
         CheckpointExists: the target has another checkpoint of this step and generation, which is
             not touched.
     """
-    target = open_storage(url)
     attempt = Attempt(source.stored, uuid.uuid4().hex)
     for key in source.stored_tensors:
         source.cell_index.check_listed(key)
     committed = f"{source.stored.directory}/{MANIFEST}"
     if target.exists(committed):
-        existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
+        existing = Manifest.decode(target.read(committed), f"{target.url}/{committed}")
         if existing.objects == source.manifest.objects:
             stored = source.stored
-            StoredCheckpoint.open(url, stored.step, stored.generation).verify(report)
+            StoredCheckpoint.open(target, stored.step, stored.generation).verify(report)
             return stored
         raise CheckpointExists(
-            f"{url}: {source.stored.directory} exists already, with other content, and is never "
-            "overwritten; copy to another URL"
+            f"{target.url}: {source.stored.directory} exists already, with other content, and is "
+            "never overwritten; copy to another URL"
         )
 
     def copy_data_object(item: DataObject) -> str:

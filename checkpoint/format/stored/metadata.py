@@ -18,7 +18,7 @@ from keepstep.checkpoint.format.stored.object_names import (
     StoredStep,
 )
 from keepstep.checkpoint.format.stored.steps import choose, missing
-from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.storage import Storage
 
 PARALLEL_READS = 8
 """How many objects of metadata are read at a time."""
@@ -41,7 +41,7 @@ class StoredMetadata:
     @classmethod
     def read(
         cls,
-        url: str,
+        storage: Storage,
         step: int | None = None,
         generation: int | None = None,
         *,
@@ -51,7 +51,7 @@ class StoredMetadata:
         """Read what `StoredCheckpoint.of` needs.
 
         Args:
-            url: as for `StoredCheckpoint.open`.
+            storage: as for `StoredCheckpoint.open`.
             step: as for `StoredCheckpoint.open`.
             generation: as for `StoredCheckpoint.open`.
             for_all_ranks: read also what tells which listing has a chunk.
@@ -63,13 +63,12 @@ class StoredMetadata:
             CheckpointDamaged: its metadata is not what was written.
             CheckpointTooNew: it has a newer format than this release reads.
         """
-        storage = open_storage(url)
-        chosen = choose(url, step, generation)
+        chosen = choose(storage, step, generation)
         try:
             content = storage.read(f"{chosen.directory}/{MANIFEST}")
         except CheckpointMissing:
-            raise missing(url, step) from None
-        manifest = decode_manifest(url, chosen, content)
+            raise missing(storage, step) from None
+        manifest = decode_manifest(storage, chosen, content)
         names = [DOCUMENTS, ROOT]
         if for_all_ranks:
             names.append(CHUNKS)
@@ -138,14 +137,14 @@ def check_content(where: str, entry: StoredObject, data: bytes) -> None:
         )
 
 
-def decode_manifest(url: str, stored: StoredStep, content: bytes) -> Manifest:
+def decode_manifest(storage: Storage, stored: StoredStep, content: bytes) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
         CheckpointDamaged: the content is no manifest, or that of another checkpoint.
         CheckpointTooNew: it has a newer format than this release reads.
     """
-    where = f"{url}/{stored.directory}/{MANIFEST}"
+    where = f"{storage.url}/{stored.directory}/{MANIFEST}"
     manifest = Manifest.decode(content, where)
     if (manifest.step, manifest.generation) != (stored.step, stored.generation):
         raise CheckpointDamaged(

@@ -50,7 +50,7 @@ from keepstep.checkpoint.format.stored.object_names import (
     StoredStep,
 )
 from keepstep.checkpoint.format.stored.part_listings import PartListings
-from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.format.stored.stored_arrays import Specs, StoredArrays
 from keepstep.checkpoint.format.stored.stored_json import decode
 from keepstep.checkpoint.format.stored.strict_json import from_strict_json
@@ -73,12 +73,12 @@ class StoredCheckpoint:
 
     @classmethod
     def open(
-        cls, url: str, step: int | None = None, generation: int | None = None
+        cls, storage: Storage, step: int | None = None, generation: int | None = None
     ) -> StoredCheckpoint:
         """Open a checkpoint.
 
         Args:
-            url: the URL that has it.
+            storage: has it.
             step: its step; None for the newest.
             generation: its generation; None for the newest of the step.
 
@@ -87,16 +87,16 @@ class StoredCheckpoint:
             CheckpointDamaged: its metadata is not what was written.
             CheckpointTooNew: it has a newer format than this release reads.
         """
-        return cls.of(url, StoredMetadata.read(url, step, generation))
+        return cls.of(storage, StoredMetadata.read(storage, step, generation))
 
     @classmethod
     def of(
-        cls, url: str, metadata: StoredMetadata, *, rank: int = 0, world_size: int = 1
+        cls, storage: Storage, metadata: StoredMetadata, *, rank: int = 0, world_size: int = 1
     ) -> StoredCheckpoint:
         """Return the checkpoint that has this metadata.
 
         Args:
-            url: the URL that has it.
+            storage: has it.
             metadata: its metadata.
             rank: which of the ranks that do so with the same metadata this one is. Each checks a
                 part of what the documents say of tensors, and on a failure all must raise.
@@ -105,8 +105,8 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: as `open` does.
         """
-        manifest = decode_manifest(url, metadata.stored, metadata.manifest)
-        where, storage = f"{url}/{manifest.directory}", open_storage(url)
+        manifest = decode_manifest(storage, metadata.stored, metadata.manifest)
+        where = f"{storage.url}/{manifest.directory}"
         tensors = StoredArrays(metadata.objects[ROOT], manifest.required, f"{where}/{ROOT}")
         documents = decode(metadata.objects[DOCUMENTS], f"{where}/{DOCUMENTS}")
         try:

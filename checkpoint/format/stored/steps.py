@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointMissing
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, StoredStep
-from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.format.stored.stored_json import decode
 
 
-def list_steps(url: str) -> tuple[StoredStep, ...]:
-    """Return the committed checkpoints at a URL, newest first."""
-    return _steps_after(open_storage(url), "")
+def list_steps(storage: Storage) -> tuple[StoredStep, ...]:
+    """Return the committed checkpoints in a storage, newest first."""
+    return _steps_after(storage, "")
 
 
-def newest(url: str) -> StoredStep | None:
-    """Return the newest committed checkpoint at a URL, or None if there is none.
+def newest(storage: Storage) -> StoredStep | None:
+    """Return the newest committed checkpoint in a storage, or None if there is none.
 
     Its cost does not grow with what else is stored there, as that of `list_steps` does: writers
     note what they have committed, and only what comes after it is listed.
     """
-    return newest_in(open_storage(url))
-
-
-def newest_in(storage: Storage) -> StoredStep | None:
-    """Return the newest committed checkpoint in a storage, as `newest` does."""
     noted = noted_newest(storage)
     if noted is not None:
         later = _steps_after(storage, noted.directory)
@@ -34,9 +29,9 @@ def newest_in(storage: Storage) -> StoredStep | None:
     return next(iter(_steps_after(storage, "")), None)
 
 
-def is_committed(url: str, stored: StoredStep) -> bool:
-    """Return whether there is this checkpoint at a URL: it has a manifest."""
-    return open_storage(url).exists(f"{stored.directory}/{MANIFEST}")
+def is_committed(storage: Storage, stored: StoredStep) -> bool:
+    """Return whether a storage has this checkpoint: it has a manifest."""
+    return storage.exists(f"{stored.directory}/{MANIFEST}")
 
 
 def _steps_after(storage: Storage, directory: str) -> tuple[StoredStep, ...]:
@@ -56,7 +51,7 @@ def noted_newest(storage: Storage) -> StoredStep | None:
     return StoredStep.parse(directory) if isinstance(directory, str) else None
 
 
-def choose(url: str, step: int | None, generation: int | None) -> StoredStep:
+def choose(storage: Storage, step: int | None, generation: int | None) -> StoredStep:
     """Return the newest checkpoint of this step and generation, if these are given.
 
     Raises:
@@ -66,23 +61,23 @@ def choose(url: str, step: int | None, generation: int | None) -> StoredStep:
         try:
             return StoredStep(step, generation)
         except ValueError:
-            raise missing(url, step) from None
+            raise missing(storage, step) from None
     if step is None and generation is None:
-        chosen = newest(url)
+        chosen = newest(storage)
     else:
         matching = (
             stored
-            for stored in list_steps(url)
+            for stored in list_steps(storage)
             if step in (None, stored.step) and generation in (None, stored.generation)
         )
         chosen = next(matching, None)
     if chosen is None:
-        raise missing(url, step)
+        raise missing(storage, step)
     return chosen
 
 
-def missing(url: str, step: int | None) -> CheckpointMissing:
+def missing(storage: Storage, step: int | None) -> CheckpointMissing:
     """Return the error that says which checkpoints there are instead."""
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    present = ", ".join(str(stored.step) for stored in list_steps(url)[:8]) or "none"
-    return CheckpointMissing(f"{url}: there is no {wanted} (steps there: {present})")
+    present = ", ".join(str(stored.step) for stored in list_steps(storage)[:8]) or "none"
+    return CheckpointMissing(f"{storage.url}: there is no {wanted} (steps there: {present})")

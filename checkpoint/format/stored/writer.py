@@ -64,7 +64,7 @@ from keepstep.checkpoint.format.stored.object_names import (
     part_name,
 )
 from keepstep.checkpoint.format.stored.pruning import Note
-from keepstep.checkpoint.format.stored.steps import newest_in
+from keepstep.checkpoint.format.stored.steps import newest
 from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.strict_json import encode_strict
@@ -337,7 +337,7 @@ def _newest_objects(storage: Storage, name: int, known: Collection[StoredStep]) 
     if not storage.has_cheap_metadata:
         return {}
     # Found without a look at all checkpoints: every writer of every checkpoint comes here.
-    previous = newest_in(storage)
+    previous = newest(storage)
     if previous is None or previous in known:
         return {}
     where = f"{storage.url}/{previous.directory}"

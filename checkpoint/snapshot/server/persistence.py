@@ -224,11 +224,12 @@ class Persistence:
         """
         published = StoredStep(task.snapshot.step, task.generation)
         try:
-            for stored in older_to_remove(list_steps(task.url), published, retention):
-                remove(task.url, stored, now=time.time())
+            storage = open_storage(task.url)
+            for stored in older_to_remove(list_steps(storage), published, retention):
+                remove(storage, stored, now=time.time())
             if time.monotonic() >= self._garbage_due_s and not self._is_closing.is_set():
                 self._garbage_due_s = time.monotonic() + _GARBAGE_EVERY_S
-                collect_garbage(task.url, now=time.time())
+                collect_garbage(storage, now=time.time())
         except Exception as error:  # noqa: BLE001 - the thread's edge: the checkpoint is complete
             log.warning(
                 "%s: older checkpoints than step %s are not removed as keep_last=%s says; it is "
@@ -251,10 +252,11 @@ def _is_stored_by_this_run(task: PersistTask) -> bool:
     """
     stored = StoredStep(task.snapshot.step, task.generation)
     try:
-        manifest = StoredCheckpoint.open(task.url, stored.step, stored.generation).manifest
+        storage = open_storage(task.url)
+        manifest = StoredCheckpoint.open(storage, stored.step, stored.generation).manifest
     except CheckpointError:
         return False
-    return manifest.attempt is not None and _run_of(manifest.attempt) == _run_of(task.attempt)
+    return _run_of(manifest.attempt) == _run_of(task.attempt)
 
 
 def _run_of(attempt: str) -> str:

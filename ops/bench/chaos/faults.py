@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from ops.bench.chaos.cluster import NAMES, ChaosCluster
 from ops.bench.chaos.progress import Patience, Watcher
 from ops.bench.chaos.schedule import NODES, Fault
@@ -275,14 +276,14 @@ class Harm:
 
     def _job_crash(self, _: Fault) -> Injected:
         self._wait_for_checkpoints(1)
-        floor = list_steps(self.cluster.storage.url)[0].step
+        floor = list_steps(open_storage(self.cluster.storage.url))[0].step
         self._kill_all()
         return Injected(end=self._start_all, stored_floor=floor)
 
     def _job_and_coordinator_crash(self, _: Fault) -> Injected:
         """Kill everything but the storage; the new coordinator knows nothing of the job."""
         self._wait_for_checkpoints(1)
-        floor = list_steps(self.cluster.storage.url)[0].step
+        floor = list_steps(open_storage(self.cluster.storage.url))[0].step
         self._kill_all()
         self.cluster.coordinator.lose()
         self.cluster.coordinator.start_missing()
@@ -293,7 +294,7 @@ class Harm:
         self._wait_for_checkpoints(2)
         self._kill_all()
         url = self.cluster.storage.url
-        newest, older, *_ = list_steps(url)
+        newest, older, *_ = list_steps(open_storage(url))
         damaged = damage(url, newest.directory, fault.strength)
         self.notes.append(f"deleted {damaged}")
         return Injected(end=self._start_all, stored_floor=older.step)
@@ -373,7 +374,7 @@ class Harm:
     def _wait_for_checkpoints(self, count: int) -> None:
         self.patience.wait_until(
             f"{count} checkpoints are stored",
-            lambda: len(list_steps(self.cluster.storage.url)) >= count,
+            lambda: len(list_steps(open_storage(self.cluster.storage.url))) >= count,
         )
 
     def _kill_all(self) -> None:

@@ -47,7 +47,7 @@ def find(
         left += [f"shared memory {path}" for path in _files(_SHARED_MEMORY)]
     left += [f"etcd key {key}" for key in asyncio.run(_keys(url, job))]
     # What writers left that were killed is garbage, which `keepstep ckpt gc` must find.
-    collect_garbage(storage_url, now=time.time(), grace_s=0.0)
+    collect_garbage(open_storage(storage_url), now=time.time(), grace_s=0.0)
     left += [f"unfinished object {name}" for name in open_storage(storage_url).unfinished()]
     return left
 

@@ -13,7 +13,6 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint import api
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
-from keepstep.checkpoint.format.stored import housekeeping
 from keepstep.checkpoint.format.stored.housekeeping import collect_garbage
 from keepstep.checkpoint.format.stored.object_names import REMOVED, Attempt, StoredStep
 from keepstep.checkpoint.format.stored.pruning import GRACE_S
@@ -62,7 +61,7 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(url: str, value: float) -> None:
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()
     filled = state(0.0)
     checkpoint.load(url, filled)
     assert all(torch.equal(filled[name], wanted) for name, wanted in state(value).items())
@@ -124,8 +123,7 @@ def test_a_step_that_is_committed_after_gc_listed_an_older_attempt_stays(
         saves = hour == 2 or grace_s == 0
         act = (lambda: checkpoint.save(url, state(2.0), step=1)) if saves else (lambda: None)
         acting = ActingStorage(open_storage(url), "names", act, after=True)
-        monkeypatch.setattr(housekeeping, "open_storage", lambda url, acting=acting: acting)
-        collect_garbage(url, now=NOW_S + hour * GRACE_S, grace_s=grace_s)
+        collect_garbage(acting, now=NOW_S + hour * GRACE_S, grace_s=grace_s)
         if saves:
             break
     assert_holds(url, 2.0)
@@ -147,10 +145,9 @@ def test_an_attempt_that_is_committed_between_listing_and_deleting_stays(
     has_listed, is_committed = threading.Event(), threading.Event()
     listing = ActingStorage(open_storage(url), "read", wait_for_commit, after=True)
     collecting = threading.Thread(
-        target=lambda: collect_garbage(url, now=NOW_S, grace_s=0), daemon=True
+        target=lambda: collect_garbage(listing, now=NOW_S, grace_s=0), daemon=True
     )
     creating = ActingStorage(open_storage(url), "create", collect, after=False)
-    monkeypatch.setattr(housekeeping, "open_storage", lambda url: listing)
     monkeypatch.setattr(api, "open_storage", lambda url: creating)
     checkpoint.save(url, state(2.0), step=1)
     is_committed.set()
@@ -166,7 +163,7 @@ def test_an_attempt_that_commits_while_gc_runs_stays_or_fails(
     def collect(hours: int) -> Callable[[], None]:
         def act() -> None:
             for hour in range(hours):
-                collect_garbage(url, now=NOW_S + hour * GRACE_S)
+                collect_garbage(open_storage(url), now=NOW_S + hour * GRACE_S)
 
         return act
 
@@ -182,11 +179,11 @@ def test_an_attempt_that_commits_while_gc_runs_stays_or_fails(
         try:
             checkpoint.save(url, state(float(step)), step=step)
             committed += 1
-            StoredCheckpoint.open(url, step).verify()
+            StoredCheckpoint.open(open_storage(url), step).verify()
         except CheckpointDamaged:
             raise
         except CheckpointError:
-            assert StoredStep(step, 0) not in list_steps(url)
+            assert StoredStep(step, 0) not in list_steps(open_storage(url))
     assert 0 < committed < 24
 
 
@@ -199,7 +196,7 @@ def test_gc_deletes_abandoned_attempts_beside_a_committed_one(
     deleted: Sequence[str] = ()
     for hour in range(3):
         assert deleted == ()
-        deleted = collect_garbage(url, now=NOW_S + hour * GRACE_S)
+        deleted = collect_garbage(open_storage(url), now=NOW_S + hour * GRACE_S)
     assert len(deleted) == 1
     assert all(directory.startswith(deleted[0]) for directory in abandoned)
     left = [name for name in open_storage(url).names() if name.startswith(f"{deleted[0]}/")]
@@ -212,7 +209,7 @@ def test_nothing_beside_a_manifest_that_cannot_be_read_is_deleted(url: str) -> N
     storage = open_storage(url)
     storage.write(f"{StoredStep(1, 0).directory}/manifest.json", [b"{"])
     names = storage.names()
-    assert collect_garbage(url, now=NOW_S, grace_s=0) == ()
+    assert collect_garbage(open_storage(url), now=NOW_S, grace_s=0) == ()
     assert storage.names() == names
 
 
@@ -221,5 +218,5 @@ def test_gc_deletes_files_that_were_never_finished(tmp_path: Any) -> None:
     attempt.mkdir(parents=True)
     (attempt / "zarr.json.0123456789ab.unfinished").write_bytes(b"half")
     for hour in (0, 1, 2, 26):
-        collect_garbage(str(tmp_path), now=NOW_S + hour * GRACE_S)
+        collect_garbage(open_storage(str(tmp_path)), now=NOW_S + hour * GRACE_S)
     assert list(tmp_path.iterdir()) == []

@@ -28,6 +28,7 @@ from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.format.content_check import check_content
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.test_layout_changes import (
     Block,
@@ -113,10 +114,10 @@ def test_shards_that_form_no_grid_are_saved_as_they_were_at_the_call(tmp_path: P
         filled = {"model": model, "optimizer": optimizer, "of": ""}
         checkpoint.load(f"{tmp_path}/run", filled, step=step)
         check_equal(model, optimizer)
-        source = StoredCheckpoint.open(f"{tmp_path}/run", step)
+        source = StoredCheckpoint.open(open_storage(f"{tmp_path}/run"), step)
         assert check_content(source)
     # Documents of ranks that differ are merged as a blocking save merges them.
-    blocking = StoredCheckpoint.open(f"{tmp_path}/blocking")
+    blocking = StoredCheckpoint.open(open_storage(f"{tmp_path}/blocking"))
     assert blocking.documents["values"] == source.documents["values"] == {"of": "rank 3"}
 
 
@@ -136,7 +137,11 @@ def test_parts_on_disks_of_each_rank_are_no_checkpoint(tmp_path: Path) -> None:
         for rank in range(2):
             for told in running.receive(rank):
                 assert "1 of 2 writers have written elsewhere" in told
-    assert list_steps(f"{tmp_path}/disk-0") == list_steps(f"{tmp_path}/disk-1") == ()
+    assert (
+        list_steps(open_storage(f"{tmp_path}/disk-0"))
+        == list_steps(open_storage(f"{tmp_path}/disk-1"))
+        == ()
+    )
 
 
 def fail_on_rank_1(rank: int, root: Path, pipe: Any) -> None:
@@ -163,7 +168,7 @@ def test_a_failure_on_one_rank_is_told_on_all_and_training_goes_on(tmp_path: Pat
     assert told[0][1].startswith("rank 1: ")
     assert told[0][2].startswith("step 1 was not stored: rank 1: ")
     assert told[0][2] == told[1][2]
-    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [2]
+    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [2]
     x = {"x": torch.zeros(700, 600)}
     checkpoint.load(f"{tmp_path}/run", x, strict=False)
     assert bool((x["x"] == 2.0).all())
@@ -207,7 +212,7 @@ def test_a_rank_that_dies_fails_the_save_of_the_others_and_leaves_nothing(
         for pid in writers:
             if psutil.pid_exists(pid):
                 psutil.Process(pid).wait(patient(LIMIT_S))
-    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]
+    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [1]
 
 
 def exit_at_once(rank: int, root: Path, pipe: Any) -> None:
@@ -229,7 +234,7 @@ def exit_at_once(rank: int, root: Path, pipe: Any) -> None:
 
 def test_ranks_that_leave_their_group_at_once_commit(tmp_path: Path) -> None:
     run_all(exit_at_once, 3, tmp_path)
-    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]
+    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [1]
 
 
 def serve_store(pipe: Any) -> None:
@@ -281,4 +286,4 @@ def test_a_store_that_falls_silent_fails_the_saves_and_holds_up_nobody(tmp_path:
         for rank in (0, 1, 0, 1):
             assert "the job's store has not answered for 3 s" in running.receive(rank)
         assert [running.receive(rank) for rank in range(2)] == ["end", "end"]
-    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]
+    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [1]

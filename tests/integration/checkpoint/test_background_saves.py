@@ -36,6 +36,7 @@ from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_docu
 from keepstep.checkpoint.format.stored.housekeeping import Difference, compare
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live import state_copies
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.ranks.collective_plan import agree_on_save
@@ -67,7 +68,7 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 def loaded(root: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the state of a checkpoint, after its bytes and its digest are compared."""
-    source = StoredCheckpoint.open(str(root), step)
+    source = StoredCheckpoint.open(open_storage(str(root)), step)
     source.verify()
     assert check_content(source)
     filled = state(-1.0)
@@ -113,7 +114,7 @@ def test_a_model_and_its_optimizer_are_saved_exactly(
     assert_equal(model.state_dict(), other.state_dict())
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         assert_equal(dict(optimizer.state[old]), dict(fresh.state[new]))
-    assert check_content(StoredCheckpoint.open(str(tmp_path)))
+    assert check_content(StoredCheckpoint.open(open_storage(str(tmp_path))))
 
 
 def test_states_that_are_equal_do_not_differ_by_how_they_were_saved(
@@ -123,7 +124,9 @@ def test_states_that_are_equal_do_not_differ_by_how_they_were_saved(
     values = {**state(1.0), "loss": math.nan}
     checkpoint.save(str(tmp_path), values, step=1)
     saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
-    blocking, background = (StoredCheckpoint.open(str(tmp_path), step) for step in (1, 2))
+    blocking, background = (
+        StoredCheckpoint.open(open_storage(str(tmp_path)), step) for step in (1, 2)
+    )
     assert background.documents.keys() == blocking.documents.keys() > {DIGEST}
     assert compare(blocking, background) == Difference((), (), {}, ())
     documents = background.documents
@@ -149,7 +152,7 @@ def test_save_returns_before_anything_is_written_and_later_writes_do_not_show(
         assert not handle.done()
         with pytest.raises(TimeoutError, match="step 2 is not stored after 0 s"):
             handle.wait(0)
-        assert [stored.step for stored in list_steps(str(tmp_path))] == [1]
+        assert [stored.step for stored in list_steps(open_storage(str(tmp_path)))] == [1]
     handle.wait(patient(LIMIT_S))
     assert_equal(loaded(tmp_path, 2), state(2.0))
 
@@ -198,7 +201,7 @@ def test_a_killed_writer_fails_its_save_and_the_next_one_has_another(
     assert pid_of_writer(saver) != pid
     assert saver.save(str(tmp_path), state(4.0), step=4).previous_error is None
     assert_equal(loaded(tmp_path, 3), state(3.0))
-    assert 2 not in [stored.step for stored in list_steps(str(tmp_path))]
+    assert 2 not in [stored.step for stored in list_steps(open_storage(str(tmp_path)))]
 
 
 def test_a_tensor_written_during_the_copy_is_named(tmp_path: Path, saver: checkpoint.Saver) -> None:
@@ -218,7 +221,7 @@ def test_a_tensor_written_during_the_copy_is_named(tmp_path: Path, saver: checkp
         thread.join()
     with pytest.raises(StateChanged, match="hot was written to while step 1 was being copied"):
         handle.wait(patient(LIMIT_S))
-    assert list_steps(str(tmp_path)) == ()
+    assert list_steps(open_storage(str(tmp_path))) == ()
     saver.save(str(tmp_path), values, step=2).wait(patient(LIMIT_S))
 
 
@@ -414,7 +417,7 @@ def test_other_content_than_memory_had_is_found(
             checkpoint.save(str(tmp_path), state(float(step)), step=step)
         else:
             saver.save(str(tmp_path), state(float(step)), step=step).wait(patient(LIMIT_S))
-    first, second = (StoredCheckpoint.open(str(tmp_path), step) for step in (1, 2))
+    first, second = (StoredCheckpoint.open(open_storage(str(tmp_path)), step) for step in (1, 2))
     exchanged = replace(first, documents={**first.documents, DIGEST: second.documents[DIGEST]})
     exchanged.verify()
     with pytest.raises(CheckpointDamaged, match="not what was in memory when step 1 was saved"):
@@ -428,7 +431,7 @@ def test_blocking_and_background_saves_of_one_state_have_one_digest(
 ) -> None:
     checkpoint.save(str(tmp_path), state(1.0), step=1)
     saver.save(str(tmp_path), state(1.0), step=2).wait(patient(LIMIT_S))
-    first, second = (StoredCheckpoint.open(str(tmp_path), step) for step in (1, 2))
+    first, second = (StoredCheckpoint.open(open_storage(str(tmp_path)), step) for step in (1, 2))
     assert check_content(first)
     assert first.documents[DIGEST] == second.documents[DIGEST]
 
@@ -455,10 +458,10 @@ def test_the_interpreters_exit_finishes_the_save_in_progress(tmp_path: Path) -> 
     with process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        assert [stored.step for stored in list_steps(str(tmp_path))] == [1]
+        assert [stored.step for stored in list_steps(open_storage(str(tmp_path)))] == [1]
         os.kill(pid, signal.SIGCONT)
         assert process.wait(patient(LIMIT_S)) == 0
-    assert [stored.step for stored in list_steps(str(tmp_path))] == [2, 1]
+    assert [stored.step for stored in list_steps(open_storage(str(tmp_path)))] == [2, 1]
     assert not psutil.pid_exists(pid)
 
 
@@ -494,4 +497,4 @@ def test_a_blocking_save_waits_for_the_save_in_progress(tmp_path: Path) -> None:
     )
     told = run_script(script, tmp_path)
     assert "step 1 was not stored: rank 0: " in told
-    assert [stored.step for stored in list_steps(str(tmp_path))] == [3, 2, 1]
+    assert [stored.step for stored in list_steps(open_storage(str(tmp_path)))] == [3, 2, 1]

@@ -18,6 +18,7 @@ from keepstep.checkpoint.format.content_check import check_content
 from keepstep.checkpoint.format.stored.housekeeping import compare, summarize
 from keepstep.checkpoint.format.stored.manifest import COMPRESSED_CELLS
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.adaptive_timeouts import patient
 from tests.ranks import run_ranks
 
@@ -62,7 +63,7 @@ def run(rank: int, root: str) -> None:
 def test_two_ranks_save_compressed_and_load_in_another_layout(tmp_path: Path) -> None:
     run_ranks(run, args=(str(tmp_path),), nprocs=2)
     url = str(tmp_path / "run")
-    opened = {step: StoredCheckpoint.open(url, step) for step in range(1, 4)}
+    opened = {step: StoredCheckpoint.open(open_storage(url), step) for step in range(1, 4)}
     plain = opened[PLAIN]
     assert plain.manifest.required == ()
     for step in (COMPRESSED, IN_BACKGROUND):
@@ -81,7 +82,9 @@ def test_dcp_saves_compressed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"compression='lz4': give 'zstd', or None"):
         Writer(tmp_path, step=1, compression="lz4")  # type: ignore[arg-type]
     dcp.save(state(0), storage_writer=Writer(tmp_path, step=1, compression="zstd"))
-    assert StoredCheckpoint.open(str(tmp_path)).manifest.required == (COMPRESSED_CELLS,)
+    assert StoredCheckpoint.open(open_storage(str(tmp_path))).manifest.required == (
+        COMPRESSED_CELLS,
+    )
     loaded = state(1)
     dcp.load(loaded, storage_reader=Reader(tmp_path))
     for name, tensor in state(0).items():

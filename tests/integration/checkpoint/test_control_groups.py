@@ -16,6 +16,7 @@ from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.format.layout.documents import PROVENANCE
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
 from tests.adaptive_timeouts import patient
 from tests.ranks import run_ranks
@@ -100,6 +101,6 @@ def save_in_subgroup(rank: int, root: str) -> None:
 
 def test_ranks_of_a_subgroup_save_and_load_while_others_do_something_else(tmp_path: Path) -> None:
     run_ranks(save_in_subgroup, args=(str(tmp_path),), nprocs=3)
-    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [4, 3, 2, 1]
-    alone = StoredCheckpoint.open(f"{tmp_path}/alone")
+    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [4, 3, 2, 1]
+    alone = StoredCheckpoint.open(open_storage(f"{tmp_path}/alone"))
     assert alone.documents[PROVENANCE]["world_size"] == 1

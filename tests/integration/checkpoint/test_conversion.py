@@ -36,6 +36,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.format.stored.files import FileStorage
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, pack_name
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.writer import write_part
 from tests.integration.checkpoint.converting import (
     Model,
@@ -182,7 +183,7 @@ def test_a_damaged_part_is_never_published_and_is_written_anew(
             convert(tmp_path / "a.pt", tmp_path / "universal")
     assert not list((tmp_path / "universal").rglob(MANIFEST))
     convert(tmp_path / "a.pt", tmp_path / "universal")
-    assert StoredCheckpoint.open(str(tmp_path / "universal")).step == 3
+    assert StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).step == 3
 
 
 def test_an_interrupted_folder_goes_on_and_another_model_is_not_touched(
@@ -362,7 +363,7 @@ def llama_folder(path: Path) -> dict[str, torch.Tensor]:
 def test_a_model_goes_to_another_framework_and_back_by_a_preset(tmp_path: Path) -> None:
     before = llama_folder(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "megatron", "--rules", "llama:hf:megatron")
-    fused = StoredCheckpoint.open(str(tmp_path / "megatron"))
+    fused = StoredCheckpoint.open(open_storage(str(tmp_path / "megatron")))
     key = "model/decoder.layers.1.self_attention.linear_qkv.weight"
     assert fused.tensors[key].shape == (64, 32)
     convert(

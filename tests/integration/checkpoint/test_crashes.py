@@ -103,16 +103,16 @@ def test_the_newest_checkpoint_is_intact_whenever_the_writer_dies(
         assert all(
             torch.equal(filled[name], value) for name, value in state(float(step)).items()
         ), dies_at
-        for stored in list_steps(str(root)):
-            StoredCheckpoint.open(str(root), stored.step).verify()
+        for stored in list_steps(open_storage(str(root))):
+            StoredCheckpoint.open(open_storage(str(root)), stored.step).verify()
         committed += step == 2
         # Another attempt succeeds, whether or not the crashed one left files of the same names.
         try:
             checkpoint.save(str(root), state(2.0), step=2)
         except CheckpointExists:
             assert step == 2
-        assert list_steps(str(root))[0] == StoredStep(2, 0)
-        StoredCheckpoint.open(str(root), 2).verify()
+        assert list_steps(open_storage(str(root)))[0] == StoredStep(2, 0)
+        StoredCheckpoint.open(open_storage(str(root)), 2).verify()
     # Two operations follow the one that commits: a look whether the attempt was closed, and a note
     # of the newest checkpoint.
     assert committed == (3 if when == "after" else 2)

@@ -24,6 +24,7 @@ from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.ranks import run_ranks
 
 
@@ -80,7 +81,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_two_ranks_load_what_three_ranks_saved(tmp_path: Path) -> None:
     run_ranks(run, args=(str(tmp_path),), nprocs=3)
-    stored = StoredCheckpoint.open(f"{tmp_path}/run", 9)
+    stored = StoredCheckpoint.open(open_storage(f"{tmp_path}/run"), 9)
     group = zarr.open(tmp_path / "run" / stored.directory, mode="r")
     assert group["model.0.weight"].shape == (30, 7)
 
@@ -92,7 +93,10 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     dcp.load(filled, storage_reader=Reader(tmp_path), no_dist=True)
     assert torch.equal(filled["x"], state["x"])
     assert filled["n"] == 3
-    assert StoredCheckpoint.open(str(tmp_path)).documents["provenance"]["world_size"] == 1
+    assert (
+        StoredCheckpoint.open(open_storage(str(tmp_path))).documents["provenance"]["world_size"]
+        == 1
+    )
 
 
 def agreed_loads(
@@ -126,7 +130,7 @@ def test_a_checkpoint_with_other_names_that_appears_during_a_load_is_refused(
     state = {"x": torch.ones(3), "n": 1}
     (reader, planner, plan, _), _ = agreed_loads(tmp_path, state, state)
     dcp.save({"y": torch.ones(3)}, storage_writer=Writer(tmp_path, step=3), no_dist=True)
-    newest = replace(plan, storage_data=list_steps(str(tmp_path))[0])
+    newest = replace(plan, storage_data=list_steps(open_storage(str(tmp_path)))[0])
     with pytest.raises(LayoutMismatch, match=r"does not have [nx]; load again, or name"):
         reader.read_data(planner.finish_plan(newest), planner)
 
@@ -144,7 +148,7 @@ def test_a_planner_that_caches_plans_is_refused_at_the_first_save(tmp_path: Path
                 planner=planner,
                 no_dist=True,
             )
-    assert list_steps(str(tmp_path)) == ()
+    assert list_steps(open_storage(str(tmp_path))) == ()
 
 
 def test_a_plan_without_the_tensors_of_a_rank_is_refused(tmp_path: Path) -> None:

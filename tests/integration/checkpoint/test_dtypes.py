@@ -15,6 +15,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.dtypes import is_in_zarr, numpy_dtype, zarr_data_type
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.tensors import _NAMES, as_bytes, plain
 
 # The last one has more than 1 MiB whatever the type.
@@ -45,7 +46,7 @@ def check_equal(filled: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 def test_a_dtype_is_stored_and_restored_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = state(dtype, seed=1)
     checkpoint.save(str(tmp_path), saved, step=1)
-    StoredCheckpoint.open(str(tmp_path)).verify()
+    StoredCheckpoint.open(open_storage(str(tmp_path))).verify()
     filled = state(dtype, seed=2)
     checkpoint.load(str(tmp_path), filled)
     check_equal(filled, saved)
@@ -77,7 +78,7 @@ def test_every_dtype_is_saved_from_a_copy_in_shared_memory(tmp_path: Path) -> No
 def test_other_readers_see_the_same_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = state(dtype, seed=1)
     checkpoint.save(str(tmp_path), saved, step=1)
-    root = tmp_path / StoredCheckpoint.open(str(tmp_path)).directory
+    root = tmp_path / StoredCheckpoint.open(open_storage(str(tmp_path))).directory
     group = zarr.open_group(str(root), mode="r")
     for name, tensor in saved.items():
         array = group[name]
@@ -96,7 +97,7 @@ def test_other_readers_see_the_same_bytes(tmp_path: Path, dtype: torch.dtype) ->
 def test_two_values_in_a_byte_are_bytes_that_name_their_type(tmp_path: Path) -> None:
     saved = {"w": noise(torch.float4_e2m1fn_x2, (3, 5), seed=1)}
     checkpoint.save(str(tmp_path), saved, step=1)
-    opened = StoredCheckpoint.open(str(tmp_path))
+    opened = StoredCheckpoint.open(open_storage(str(tmp_path)))
     assert opened.tensors["w"].dtype == "float4_e2m1fn_x2"
     array = zarr.open_group(str(tmp_path / opened.directory), mode="r")["w"]
     assert isinstance(array, zarr.Array)

@@ -14,7 +14,6 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint.convert.write.file_target import new_file
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
-from keepstep.checkpoint.format.stored import housekeeping, steps
 from keepstep.checkpoint.format.stored.housekeeping import collect_garbage, copy, remove
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
 from keepstep.checkpoint.format.stored.pruning import GRACE_S, Note
@@ -76,36 +75,33 @@ def url() -> str:
 
 
 def test_a_removed_checkpoint_is_collected_after_the_grace_time(url: str) -> None:
-    directory = StoredCheckpoint.open(url).directory
-    remove(url, STEP, now=NOW_S)
-    assert list_steps(url) == ()
-    assert collect_garbage(url, now=NOW_S + GRACE_S - 1) == ()
+    directory = StoredCheckpoint.open(open_storage(url)).directory
+    remove(open_storage(url), STEP, now=NOW_S)
+    assert list_steps(open_storage(url)) == ()
+    assert collect_garbage(open_storage(url), now=NOW_S + GRACE_S - 1) == ()
     assert open_storage(url).names() != []
-    assert collect_garbage(url, now=NOW_S + GRACE_S) == (directory,)
+    assert collect_garbage(open_storage(url), now=NOW_S + GRACE_S) == (directory,)
     assert open_storage(url).names() == [f"{directory}/{REMOVED}"]
-    assert collect_garbage(url, now=NOW_S + 25 * GRACE_S) == ()
+    assert collect_garbage(open_storage(url), now=NOW_S + 25 * GRACE_S) == ()
     assert open_storage(url).names() == []
 
 
-def test_the_note_that_closes_an_attempt_is_there_at_every_moment_of_its_deletion(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_note_that_closes_an_attempt_is_there_at_every_moment_of_its_deletion(url: str) -> None:
     """Where it is cut off, a writer that awakes must find that it is too late to commit."""
-    note = f"{StoredCheckpoint.open(url).directory}/{REMOVED}"
-    remove(url, STEP, now=NOW_S)
+    note = f"{StoredCheckpoint.open(open_storage(url)).directory}/{REMOVED}"
+    remove(open_storage(url), STEP, now=NOW_S)
     checked = ClosedStorage(open_storage(url), note)
-    monkeypatch.setattr(housekeeping, "open_storage", lambda url: checked)
-    assert collect_garbage(url, now=NOW_S + GRACE_S) != ()
+    assert collect_garbage(checked, now=NOW_S + GRACE_S) != ()
     assert checked.changes >= 2
     assert open_storage(url).names() == [note]
 
 
 def test_a_removed_step_can_be_written_again_and_only_the_old_one_is_collected(url: str) -> None:
-    remove(url, STEP, now=NOW_S)
+    remove(open_storage(url), STEP, now=NOW_S)
     checkpoint.save(url, {"x": torch.zeros(4)}, step=30, generation=2)
-    assert len(collect_garbage(url, now=NOW_S + GRACE_S)) == 1
-    StoredCheckpoint.open(url).verify()
-    directory = StoredCheckpoint.open(url).directory
+    assert len(collect_garbage(open_storage(url), now=NOW_S + GRACE_S)) == 1
+    StoredCheckpoint.open(open_storage(url)).verify()
+    directory = StoredCheckpoint.open(open_storage(url)).directory
     assert all(
         name.startswith(f"{directory}/") or name.endswith((MANIFEST, REMOVED, NEWEST))
         for name in open_storage(url).names()
@@ -115,26 +111,26 @@ def test_a_removed_step_can_be_written_again_and_only_the_old_one_is_collected(u
 def test_a_removed_step_that_is_being_copied_to_is_not_collected(url: str) -> None:
     source = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(source, {"x": torch.ones(4)}, step=30, generation=2)
-    removed = StoredCheckpoint.open(url).directory
-    remove(url, STEP, now=NOW_S)
+    removed = StoredCheckpoint.open(open_storage(url)).directory
+    remove(open_storage(url), STEP, now=NOW_S)
     collected: list[tuple[str, ...]] = []
     copy(
-        StoredCheckpoint.open(source),
-        url,
-        lambda nbytes: collected.append(collect_garbage(url, now=NOW_S + GRACE_S)),
+        StoredCheckpoint.open(open_storage(source)),
+        open_storage(url),
+        lambda nbytes: collected.append(collect_garbage(open_storage(url), now=NOW_S + GRACE_S)),
     )
     assert collected == [(removed,)]
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()
 
 
 @pytest.mark.parametrize("note", [b"", b'{"at_s": ', b"[]", b'{"at_s": null}', b'{"at_s": 1.0}'])
 def test_a_damaged_note_is_written_again(url: str, note: bytes) -> None:
-    directory = StoredCheckpoint.open(url).directory
-    remove(url, STEP, now=NOW_S)
+    directory = StoredCheckpoint.open(open_storage(url)).directory
+    remove(open_storage(url), STEP, now=NOW_S)
     open_storage(url).write(f"{directory}/{REMOVED}", [note])
     for hour in range(2):
-        assert collect_garbage(url, now=NOW_S + hour * GRACE_S) == ()
-    assert collect_garbage(url, now=NOW_S + 2 * GRACE_S) == (directory,)
+        assert collect_garbage(open_storage(url), now=NOW_S + hour * GRACE_S) == ()
+    assert collect_garbage(open_storage(url), now=NOW_S + 2 * GRACE_S) == (directory,)
 
 
 def test_a_copy_never_changes_another_checkpoint_of_the_step() -> None:
@@ -142,7 +138,7 @@ def test_a_copy_never_changes_another_checkpoint_of_the_step() -> None:
     checkpoint.save(source, {"x": torch.ones(4)}, step=1)
     checkpoint.save(target, {"x": torch.zeros(4)}, step=1)
     with pytest.raises(CheckpointExists, match="never overwritten"):
-        copy(StoredCheckpoint.open(source), target)
+        copy(StoredCheckpoint.open(open_storage(source)), open_storage(target))
     filled = {"x": torch.ones(4)}
     checkpoint.load(target, filled)
     assert filled["x"].tolist() == [0] * 4
@@ -151,28 +147,31 @@ def test_a_copy_never_changes_another_checkpoint_of_the_step() -> None:
 def test_a_copy_can_be_repeated_and_leaves_no_second_set_of_objects(url: str) -> None:
     target = f"memory://{uuid.uuid4().hex}"
     for _ in range(2):
-        assert copy(StoredCheckpoint.open(url), target) == STEP
-        StoredCheckpoint.open(target).verify()
+        assert copy(StoredCheckpoint.open(open_storage(url)), open_storage(target)) == STEP
+        StoredCheckpoint.open(open_storage(target)).verify()
     names = open_storage(target).names(STEP.directory)
     assert len({name.split("/")[1] for name in names}) == 2
 
 
 def test_a_copy_that_is_damaged_is_no_copy_when_it_is_repeated(tmp_path: Path, url: str) -> None:
     """It was said to be copied, and not a byte of it had been read."""
-    copy(StoredCheckpoint.open(url), str(tmp_path))
+    copy(StoredCheckpoint.open(open_storage(url)), open_storage(str(tmp_path)))
     packs = [path for path in tmp_path.rglob("*") if path.parent.name == "packs"]
     content = bytearray(packs[0].read_bytes())
     content[len(content) // 2] ^= 1
     packs[0].write_bytes(content)
     with pytest.raises(CheckpointDamaged):
-        copy(StoredCheckpoint.open(url), str(tmp_path))
+        copy(StoredCheckpoint.open(open_storage(url)), open_storage(str(tmp_path)))
 
 
 def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_time() -> None:
     source, target = (f"memory://{uuid.uuid4().hex}" for _ in range(2))
     checkpoint.save(source, {"small": torch.ones(4), "large": torch.ones(700, 500)}, step=1)
     recording = RecordingStorage(open_storage(source))
-    copy(replace(StoredCheckpoint.open(source), storage=recording), target)
+    copy(
+        replace(StoredCheckpoint.open(open_storage(source)), storage=recording),
+        open_storage(target),
+    )
     assert len(recording.reads) == 6
     sizes = recording.reads.values()
     assert all(expected == actual for expected, actual in sizes), recording.reads
@@ -183,12 +182,12 @@ def test_what_a_writer_left_of_the_note_of_the_newest_is_collected(tmp_path: Pat
     left = tmp_path / f"{NEWEST}.0123456789ab.unfinished"
     left.touch()
     for hour in range(2):
-        assert collect_garbage(str(tmp_path), now=NOW_S + hour * GRACE_S) == ()
-    assert collect_garbage(str(tmp_path), now=NOW_S + 2 * GRACE_S) == (left.name,)
+        assert collect_garbage(open_storage(str(tmp_path)), now=NOW_S + hour * GRACE_S) == ()
+    assert collect_garbage(open_storage(str(tmp_path)), now=NOW_S + 2 * GRACE_S) == (left.name,)
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {NEWEST, REMOVED}
-    assert collect_garbage(str(tmp_path), now=NOW_S + 26 * GRACE_S) == ()
+    assert collect_garbage(open_storage(str(tmp_path)), now=NOW_S + 26 * GRACE_S) == ()
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {NEWEST}
-    StoredCheckpoint.open(str(tmp_path)).verify()
+    StoredCheckpoint.open(open_storage(str(tmp_path))).verify()
 
 
 def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
@@ -196,7 +195,7 @@ def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
 ) -> None:
     left = tmp_path / f"{NEWEST}.0123456789ab.unfinished"
     left.touch()
-    assert collect_garbage(str(tmp_path), now=NOW_S, grace_s=0) == (left.name,)
+    assert collect_garbage(open_storage(str(tmp_path)), now=NOW_S, grace_s=0) == (left.name,)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,7 +221,7 @@ def test_what_a_killed_writer_left_beside_the_checkpoints_has_a_name_that_is_col
         with pytest.raises(KeyboardInterrupt):
             write(open_storage(str(tmp_path)))
     (left,) = tmp_path.iterdir()
-    assert collect_garbage(str(tmp_path), now=NOW_S, grace_s=0) == (left.name,)
+    assert collect_garbage(open_storage(str(tmp_path)), now=NOW_S, grace_s=0) == (left.name,)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +237,9 @@ def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collec
         (unfinished,) = tmp_path.glob("x.pt.*.unfinished")
         for hour in range(3):
             assert (
-                collect_garbage(str(tmp_path), now=NOW_S + hour * 2 * GRACE_S, grace_s=grace_s)
+                collect_garbage(
+                    open_storage(str(tmp_path)), now=NOW_S + hour * 2 * GRACE_S, grace_s=grace_s
+                )
                 == ()
             )
             assert unfinished.exists()
@@ -246,9 +247,7 @@ def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collec
     assert target.read_bytes() == b"half and half"
 
 
-def test_removal_does_not_list_the_other_checkpoints(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_does_not_list_the_other_checkpoints(url: str) -> None:
     """That is everything under the URL on object stores, for each checkpoint that is removed."""
     opened, listed = open_storage(url), []
 
@@ -261,10 +260,8 @@ def test_removal_does_not_list_the_other_checkpoints(
                 )
             return super().__getattr__(name)
 
-    for module in (housekeeping, steps):
-        monkeypatch.setattr(module, "open_storage", lambda _: Listed(opened))
-    remove(url, STEP, now=NOW_S)
+    remove(Listed(opened), STEP, now=NOW_S)
     assert [found for found in listed if found[1:] != (f"{STEP.directory}/",)] == []
-    assert list_steps(url) == ()
+    assert list_steps(open_storage(url)) == ()
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        remove(url, STEP, now=NOW_S)
+        remove(opened, STEP, now=NOW_S)

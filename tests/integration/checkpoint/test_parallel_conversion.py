@@ -16,6 +16,7 @@ from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.convert.write import universal
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, part_name
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 
 def convert(*arguments: str | Path) -> Result:
@@ -37,7 +38,8 @@ def test_two_processes_write_what_one_does(tmp_path: Path, monkeypatch: pytest.M
     done = convert(url, tmp_path / "b", "--rules", rules(tmp_path))
     assert done.exit_code == 0, done.output
     written = {
-        name: StoredCheckpoint.open(str(tmp_path / name)).documents["saved/digest"] for name in "ab"
+        name: StoredCheckpoint.open(open_storage(str(tmp_path / name))).documents["saved/digest"]
+        for name in "ab"
     }
     assert written["a"] == written["b"]
     loaded = {"x3": torch.zeros(700, 500)}
@@ -74,7 +76,7 @@ def test_the_error_of_one_process_ends_all_and_the_rest_is_taken_up(
     assert {p: p.stat().st_ino for p in kept} == kept
     assert kept
     assert json.loads(done.stdout)["tensors"] == 6
-    assert StoredCheckpoint.open(str(tmp_path / "a")).step == 4
+    assert StoredCheckpoint.open(open_storage(str(tmp_path / "a"))).step == 4
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from keepstep.checkpoint.format.stored import housekeeping
 from keepstep.checkpoint.format.stored.files import FileStorage
 from keepstep.checkpoint.format.stored.pruning import GRACE_S
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.integration.checkpoint.converting import assert_equal, convert, trained
 
 
@@ -110,7 +111,7 @@ def test_a_conversion_into_other_tensors_takes_up_nothing(
     assert interrupted == {f"model/{former or 'w'}0"}
     write_rule(tmp_path, "x")
     convert(tmp_path / "a.pt", tmp_path / "universal", *rules)
-    stored = StoredCheckpoint.open(str(tmp_path / "universal"))
+    stored = StoredCheckpoint.open(open_storage(str(tmp_path / "universal")))
     assert set(stored.tensors) == {"model/x0", "model/x1", "model/x2"}
     assert arrays_in(tmp_path / "universal" / stored.directory) == set(stored.tensors)
 
@@ -143,9 +144,9 @@ def test_a_conversion_that_ended_after_its_commit_can_be_repeated(
     trained(tmp_path / "a.pt")
     monkeypatch.setattr(conversion, "datetime", Clock)
     end_before(monkeypatch, universal.UniversalParts, "delete_notes", tmp_path)
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+    StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).verify()
     convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+    StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).verify()
     left = [path for path in (tmp_path / "universal").rglob("*") if "parts" in path.parts]
     assert not [path.name for path in left if path.name.endswith(("ed.json", "saved-at.json"))]
 
@@ -167,7 +168,7 @@ def test_two_conversions_of_the_same_commit_the_same(
 
     monkeypatch.setattr(universal, "commit", overtaken)
     convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+    StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).verify()
 
 
 def test_a_note_that_another_conversion_has_just_deleted_is_not_needed(
@@ -187,7 +188,7 @@ def test_a_note_that_another_conversion_has_just_deleted_is_not_needed(
 
     monkeypatch.setattr(FileStorage, "create", create_late)
     convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(str(tmp_path / "universal")).verify()
+    StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).verify()
 
 
 def test_a_removed_conversion_can_be_repeated(tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def test_a_removed_conversion_can_be_repeated(tmp_path: Path) -> None:
     trained(tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "universal")
     url = str(tmp_path / "universal")
-    housekeeping.remove(url, StoredCheckpoint.open(url).stored, now=1.0)
+    housekeeping.remove(open_storage(url), StoredCheckpoint.open(open_storage(url)).stored, now=1.0)
     convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()
 
 
 def test_a_conversion_that_was_given_up_can_be_repeated(
@@ -207,9 +208,9 @@ def test_a_conversion_that_was_given_up_can_be_repeated(
     url = str(tmp_path / "universal")
     end_before(monkeypatch, universal, "commit", tmp_path)
     for hour in (0, 1):
-        housekeeping.collect_garbage(url, now=1.0 + hour * GRACE_S)
+        housekeeping.collect_garbage(open_storage(url), now=1.0 + hour * GRACE_S)
     convert(tmp_path / "a.pt", tmp_path / "universal")
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()
 
 
 def test_parts_that_are_checked_keep_garbage_collection_from_giving_them_up(
@@ -222,16 +223,16 @@ def test_parts_that_are_checked_keep_garbage_collection_from_giving_them_up(
 
     def written_slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
         write(parts, number, report)
-        housekeeping.collect_garbage(url, now=1.0 + next(hours) * GRACE_S)
+        housekeeping.collect_garbage(open_storage(url), now=1.0 + next(hours) * GRACE_S)
 
     def slowly(parts: universal.UniversalParts, number: int, report: Any) -> None:
         check(parts, number, report)
-        housekeeping.collect_garbage(url, now=1.0 + next(hours) * GRACE_S)
+        housekeeping.collect_garbage(open_storage(url), now=1.0 + next(hours) * GRACE_S)
 
     end_before(monkeypatch, universal, "commit", tmp_path)
-    housekeeping.collect_garbage(url, now=0.5)
+    housekeeping.collect_garbage(open_storage(url), now=0.5)
     monkeypatch.setattr(universal.UniversalParts, "check", slowly)
     monkeypatch.setattr(universal.UniversalParts, "write", written_slowly)
     convert(tmp_path / "a.pt", tmp_path / "universal")
     assert len(list((tmp_path / "universal").glob("*/attempt-*"))) == 1
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()

@@ -61,7 +61,7 @@ def check(url: str, state: dict[str, torch.Tensor], step: int) -> None:
     into = {name: torch.zeros(600, 1000) for name in state}
     assert checkpoint.load(url, into, step=step) == step
     assert all(torch.equal(into[name], state[name]) for name in state)
-    StoredCheckpoint.open(url, step).verify()
+    StoredCheckpoint.open(open_storage(url), step).verify()
 
 
 def test_frozen_weights_are_copied_within_s3_and_survive_the_removal_of_older_checkpoints(
@@ -77,8 +77,8 @@ def test_frozen_weights_are_copied_within_s3_and_survive_the_removal_of_older_ch
         )
         assert [("/tuned/" in r.path, r.nbytes > FROZEN_NBYTES) for r in sent] == [(True, True)]
         assert [("/frozen/" in r.path, r.nbytes) for r in copied] == [(True, 0)]
-    remove(url, StoredStep(1, 0), now=0.0)
-    remove(url, StoredStep(2, 0), now=0.0)
+    remove(open_storage(url), StoredStep(1, 0), now=0.0)
+    remove(open_storage(url), StoredStep(2, 0), now=0.0)
     check(url, state, 3)
 
 
@@ -132,7 +132,7 @@ def test_a_chunk_that_is_damaged_in_the_last_checkpoint_is_sent_again(
     assert not sent.copied_from
     check(url, state, 2)
     with pytest.raises(CheckpointDamaged):
-        StoredCheckpoint.open(url, 1).verify()
+        StoredCheckpoint.open(open_storage(url), 1).verify()
 
 
 def test_a_chunk_that_was_deleted_is_sent_again(

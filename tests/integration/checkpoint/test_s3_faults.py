@@ -158,9 +158,9 @@ def test_checkpoints_are_intact_if_every_third_request_fails(s3: str, kind: str)
     assert Proxy.faults.injected >= 4
     Proxy.faults.set("none")
     assert all(torch.equal(filled[name], value) for name, value in state(2.0).items())
-    assert [stored.step for stored in list_steps(url)] == [2, 1]
+    assert [stored.step for stored in list_steps(open_storage(url))] == [2, 1]
     for step in (1, 2):
-        StoredCheckpoint.open(url, step).verify()
+        StoredCheckpoint.open(open_storage(url), step).verify()
 
 
 def test_a_request_without_an_answer_is_repeated_and_finally_fails(s3: str) -> None:

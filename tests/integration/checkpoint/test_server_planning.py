@@ -14,6 +14,7 @@ from keepstep.checkpoint.format.content_check import check_content
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
@@ -116,7 +117,7 @@ def store(cluster: Cluster, url: Path, step: int, attempt: str) -> None:
 
 
 def check_stored(url: Path, step: int) -> None:
-    source = StoredCheckpoint.open(str(url))
+    source = StoredCheckpoint.open(open_storage(str(url)))
     source.verify()
     model = torch.nn.ParameterDict(
         {key.removeprefix("model/"): torch.zeros_like(whole) for key, whole in WHOLE.items()}
@@ -135,7 +136,11 @@ def test_three_nodes_store_what_they_hold_together_and_again_after_a_step(
     url = tmp_path / "stored"
     store(cluster, url, 1, "a-1")
     check_stored(url, 1)
-    parts = [part for part in StoredCheckpoint.open(str(url)).manifest.objects if part.is_part]
+    parts = [
+        part
+        for part in StoredCheckpoint.open(open_storage(str(url))).manifest.objects
+        if part.is_part
+    ]
     assert len(parts) == NODES
     take(cluster, 2)
     store(cluster, url, 2, "b-1")

@@ -36,6 +36,7 @@ from keepstep.checkpoint.format.stored.files import FileStorage
 from keepstep.checkpoint.format.stored.manifest import StoredObject
 from keepstep.checkpoint.format.stored.object_names import MANIFEST
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic
 from tests.ranks import run_ranks
 
@@ -234,7 +235,7 @@ def test_four_shards_are_read_once_by_three_ranks(tmp_path: Path) -> None:
 
 def damage(url: str, pattern: str) -> None:
     """Change a byte of a data object of the newest checkpoint."""
-    path = sorted(Path(url, StoredCheckpoint.open(url).directory).glob(pattern))[0]
+    path = sorted(Path(url, StoredCheckpoint.open(open_storage(url)).directory).glob(pattern))[0]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     # A file may have several names: the older checkpoint keeps its own.
@@ -318,7 +319,7 @@ def test_stages_parse_the_metadata_of_their_tensors_only(tmp_path: Path) -> None
 
 def contradict(url: str) -> None:
     """Have a document of the newest checkpoint contradict a tensor, and the manifest agree."""
-    source = StoredCheckpoint.open(url)
+    source = StoredCheckpoint.open(open_storage(url))
     documents = Path(url, source.directory, "documents.json")
     content = json.loads(documents.read_bytes())
     content["padding"] = {"model/stage1_1999": {"logical_shape": [99]}}

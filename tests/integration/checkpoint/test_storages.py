@@ -209,7 +209,7 @@ def test_a_checkpoint_saves_and_loads(url: str) -> None:
     assert checkpoint.load(url, filled) == 5
     assert torch.equal(filled["x"], state["x"])
     assert filled["epoch"] == 3
-    assert [stored.step for stored in list_steps(url)] == [5]
+    assert [stored.step for stored in list_steps(open_storage(url))] == [5]
 
 
 def test_a_missing_bucket_is_reported_by_the_probe(s3: str) -> None:

@@ -60,7 +60,7 @@ class CountingStorage:
 
 def directory_of(root: Path, step: int) -> str:
     """Return where the objects of a checkpoint lie."""
-    return StoredCheckpoint.open(str(root), step).directory
+    return StoredCheckpoint.open(open_storage(str(root)), step).directory
 
 
 def objects(root: Path) -> list[Path]:
@@ -89,7 +89,7 @@ def test_tied_weights_are_stored_once_even_if_they_are_two_parameters(tmp_path: 
     model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
     model[1].weight = nn.Parameter(model[0].weight.data)
     checkpoint.save(str(tmp_path), {"model": model}, step=1)
-    assert list(StoredCheckpoint.open(str(tmp_path)).tensors) == ["model/0.weight"]
+    assert list(StoredCheckpoint.open(open_storage(str(tmp_path))).tensors) == ["model/0.weight"]
 
 
 def test_zarr_reads_a_checkpoint_without_importing_keepstep(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_crash_before_the_manifest_leaves_the_previous_step_the_newest(tmp_pat
     checkpoint.save(str(tmp_path), {"x": torch.ones(4)}, step=1)
     checkpoint.save(str(tmp_path), {"x": torch.full((4,), 2.0)}, step=2)
     (tmp_path / StoredStep(2, 0).directory / "manifest.json").unlink()
-    assert newest(str(tmp_path)) == StoredStep(1, 0)
+    assert newest(open_storage(str(tmp_path))) == StoredStep(1, 0)
     state = {"x": torch.zeros(4)}
     assert checkpoint.load(str(tmp_path), state) == 1
     assert state["x"].tolist() == [1, 1, 1, 1]
@@ -238,7 +238,7 @@ def test_the_newest_generation_of_a_step_is_loaded(tmp_path: Path) -> None:
     state = {"x": torch.zeros(2)}
     checkpoint.load(str(tmp_path), state)
     assert state["x"].tolist() == [2, 2]
-    assert [stored.generation for stored in list_steps(str(tmp_path))] == [2, 1, 0]
+    assert [stored.generation for stored in list_steps(open_storage(str(tmp_path)))] == [2, 1, 0]
 
 
 def flip(data: bytes, position: int, bit: int) -> bytes:
@@ -287,7 +287,7 @@ def test_damage_to_any_object_is_detected_and_named(tmp_path: Path, damage: str)
             continue  # The metadata of two arrays is equal.
         path.unlink() if damaged is None else path.write_bytes(damaged)
         with pytest.raises(CheckpointDamaged, match=str(name)):
-            StoredCheckpoint.open(str(bad)).verify()
+            StoredCheckpoint.open(open_storage(str(bad))).verify()
         # `load` reads the arrays' metadata in the root, not in the arrays' own objects, and no
         # bytes after a chunk's end.
         is_array_metadata = len(name.parts) == 3 and name.name == "zarr.json"
@@ -304,7 +304,7 @@ def test_a_changed_group_is_detected(tmp_path: Path) -> None:
     group = tmp_path / directory_of(tmp_path, 1) / "model" / "zarr.json"
     group.write_bytes(group.read_bytes().replace(b"parameters", b"Parameters"))
     with pytest.raises(CheckpointDamaged, match=r"model/zarr\.json"):
-        StoredCheckpoint.open(str(tmp_path)).verify()
+        StoredCheckpoint.open(open_storage(str(tmp_path))).verify()
 
 
 def test_exchanged_chunks_of_two_tensors_are_detected(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_exchanged_chunks_of_two_tensors_are_detected(tmp_path: Path) -> None:
 def test_reading_some_rows_reads_few_other_bytes(tmp_path: Path) -> None:
     values = torch.randn(4096, 512)
     checkpoint.save(str(tmp_path), {"x": values}, step=1)
-    source = StoredCheckpoint.open(str(tmp_path))
+    source = StoredCheckpoint.open(open_storage(str(tmp_path)))
     counting = CountingStorage(source.storage)
     into = torch.zeros(1024, 512)
     box = Box((1030, 0), (1024, 512))
@@ -339,7 +339,7 @@ def test_reading_some_rows_reads_few_other_bytes(tmp_path: Path) -> None:
 def test_reading_columns_of_rowwise_shards_reads_few_other_bytes(tmp_path: Path) -> None:
     values = torch.randn(1000, 2048)
     checkpoint.save(str(tmp_path), {"x": values}, step=1)
-    source = StoredCheckpoint.open(str(tmp_path))
+    source = StoredCheckpoint.open(open_storage(str(tmp_path)))
     counting = CountingStorage(source.storage)
     into = torch.zeros(1000, 512)
     replace(source, storage=counting).read(
@@ -445,7 +445,7 @@ def test_write_part_stops_when_the_generation_is_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="generation 0 is over"):
         write_part(storage, attempt, plan, [0], read_box, name=0, stop=lambda: len(read_keys) >= 10)
     assert len(read_keys) < 20
-    assert list_steps(str(tmp_path)) == ()
+    assert list_steps(open_storage(str(tmp_path))) == ()
 
 
 def test_importing_the_package_loads_neither_torch_nor_tensorstore() -> None:

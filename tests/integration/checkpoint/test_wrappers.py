@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.capture import LiveStateReader
 from tests.ranks import act_in_groups, run_ranks
 
@@ -94,9 +95,9 @@ def test_wrapped_models_are_saved_and_loaded_as_the_bare_one(tmp_path: Path) -> 
     state = {"model": model, "optimizer": stepped(model, lr=0.1)}
     checkpoint.save(f"{tmp_path}/bare", state, step=1)
     run_ranks(run, args=(str(tmp_path),), nprocs=2)
-    bare = StoredCheckpoint.open(f"{tmp_path}/bare")
+    bare = StoredCheckpoint.open(open_storage(f"{tmp_path}/bare"))
     for kind in KINDS:
-        stored = StoredCheckpoint.open(f"{tmp_path}/{kind}")
+        stored = StoredCheckpoint.open(open_storage(f"{tmp_path}/{kind}"))
         assert stored.stored_tensors.keys() == bare.stored_tensors.keys(), kind
         assert saved_state(stored) == saved_state(bare), kind
         model = Model(1)

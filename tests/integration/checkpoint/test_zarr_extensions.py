@@ -15,6 +15,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.stored.object_names import ROOT, chunk_name
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 KEY = "model/w"
 PACK = "packs/000000-0000"
@@ -69,7 +70,7 @@ def test_a_damaged_packed_array_is_refused(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     checkpoint.save(str(tmp_path), {"model": {"w": torch.arange(6.0)}}, step=1)
-    root = tmp_path / StoredCheckpoint.open(str(tmp_path)).directory
+    root = tmp_path / StoredCheckpoint.open(open_storage(str(tmp_path))).directory
     damage(root)
     array = next(
         node

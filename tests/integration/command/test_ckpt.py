@@ -20,6 +20,7 @@ from keepstep.checkpoint.format.stored.housekeeping import collect_garbage, remo
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from keepstep.elastic.cli.main import main
 
 
@@ -101,9 +102,9 @@ def test_a_checkpoint_of_a_newer_release_is_listed_as_such_beside_the_others(run
 def test_a_checkpoint_that_is_removed_after_it_was_listed_is_skipped(
     run7: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def list_then_remove(url: str) -> tuple[StoredStep, ...]:
-        listed = list_steps(url)
-        remove(url, listed[1], now=0.0)
+    def list_then_remove(storage: Storage) -> tuple[StoredStep, ...]:
+        listed = list_steps(storage)
+        remove(storage, listed[1], now=0.0)
         return listed
 
     monkeypatch.setattr(ckpt_module, "list_steps", list_then_remove)
@@ -121,8 +122,10 @@ def test_a_checkpoint_that_is_removed_while_it_is_verified_is_not_damaged(
 
     def remove_then_verify(source: StoredCheckpoint, *arguments: Any) -> None:
         if source.step == 30:
-            remove(str(run7), source.stored, now=0.0)
-            assert collect_garbage(str(run7), now=0.0, grace_s=0) == (source.directory,)
+            remove(open_storage(str(run7)), source.stored, now=0.0)
+            assert collect_garbage(open_storage(str(run7)), now=0.0, grace_s=0) == (
+                source.directory,
+            )
         verify(source, *arguments)
 
     monkeypatch.setattr(StoredCheckpoint, "verify", remove_then_verify)
@@ -230,7 +233,7 @@ def test_escapes_in_names_never_reach_the_terminal(tmp_path: Path) -> None:
     url, other = str(tmp_path / "a"), str(tmp_path / "b")
     checkpoint.save(url, {"x": torch.ones(1)}, step=1)
     checkpoint.save(other, {"x": torch.ones(1)}, step=1)
-    opened = StoredCheckpoint.open(other)
+    opened = StoredCheckpoint.open(open_storage(other))
     root = tmp_path / "b" / opened.directory
     documents = json.dumps({"values": {}, "\x1b[2J\x07evil": 1}).encode()
     (root / "documents.json").write_bytes(documents)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from keepstep import checkpoint
 from keepstep.checkpoint.format.stored.chunking import PACKED_NBYTES
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.adaptive_timeouts import patient
 from tests.ranks import run_ranks
 
@@ -181,7 +182,7 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         save(0, str(url), 1, compression)
     else:
         run_ranks(save, args=(str(url), writers, compression), nprocs=writers)
-    directory = url / StoredCheckpoint.open(str(url)).directory
+    directory = url / StoredCheckpoint.open(open_storage(str(url))).directory
     for name in LARGE:
         codecs = (directory / name / "zarr.json").read_text()
         assert ('"blosc"' in codecs) == (compression is not None)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
@@ -86,7 +87,11 @@ with keepstep.join(
         if "checkpoint" in options:
             # What is resumed from is then the same each time.
             wait_for(lambda: job._session.is_committed(job.steps) or not job.steps)
-            wait_for(lambda: job.steps != HUGE - 3 or bool(list_steps(options["checkpoint"])))
+            wait_for(
+                lambda: (
+                    job.steps != HUGE - 3 or bool(list_steps(open_storage(options["checkpoint"])))
+                )
+            )
         with job.step() as step:
             loss = (job.model(points).squeeze(1) - points.sum(1)).square().mean()
             step.report(loss=loss.detach())

@@ -18,6 +18,7 @@ from rich.console import Console
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.rendezvous.view import View
 from tests.adaptive_timeouts import patient
@@ -381,7 +382,7 @@ def store_checkpoints(directory: Path) -> None:
         for node in ("a", "b"):
             running.start(node)
         # Where storing is slow a due checkpoint may be skipped.
-        running.wait_until(lambda view: len(list_steps(checkpoint)) >= 2, 60)
+        running.wait_until(lambda view: len(list_steps(open_storage(checkpoint))) >= 2, 60)
 
 
 @pytest.mark.parametrize("damage", ["part", "tensor"])
@@ -390,7 +391,7 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
 ) -> None:
     stored = made_once(tmp_path_factory, "stored-checkpoints", store_checkpoints)
     checkpoint = Path(shutil.copytree(stored / "checkpoint", tmp_path / "checkpoint"))
-    *_, older, newest = list_steps(str(checkpoint))[::-1]
+    *_, older, newest = list_steps(open_storage(str(checkpoint)))[::-1]
     pattern = "attempt-*/parts/*" if damage == "part" else "attempt-*/packs/*"
     # One rank alone may find the damage; all of them take the other checkpoint.
     next(iter(sorted((checkpoint / newest.directory).glob(pattern)))).unlink()
@@ -407,7 +408,7 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     assert first.resumed_step == older.step
     assert f"goes on after step {older.step}" in running.output()
     # The damaged checkpoint is stored anew, under a generation that is greater than its own.
-    assert list_steps(str(checkpoint))[:2] == (
+    assert list_steps(open_storage(str(checkpoint)))[:2] == (
         StoredStep(newest.step, newest.generation + 1), newest
     )  # fmt: skip
 
@@ -418,16 +419,16 @@ def test_job_removes_the_checkpoints_that_it_is_not_to_keep(tmp_path: Path) -> N
     with cluster(tmp_path, "1:1", workers=1, disturbed=0, steps=20, **kept) as running:
         running.start("a")
         assert running.wait("a", 120) == 0, running.output()
-    steps = [stored.step for stored in list_steps(url)]
+    steps = [stored.step for stored in list_steps(open_storage(url))]
     # Where storing is slow a due checkpoint may be skipped, but not the last one.
     assert steps[0] == 20
     assert all(step % 5 == 0 for step in steps)
     assert list(Path(url).glob("step-*/attempt-*/removed.json")), "some were stored and removed"
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()
     with cluster(tmp_path, "1:1", workers=1, disturbed=0, steps=22, **kept) as running:
         running.start("a")
         assert running.wait("a", 120) == 0, running.output()
-    assert [stored.step for stored in list_steps(url)] == [22, *steps]
+    assert [stored.step for stored in list_steps(open_storage(url))] == [22, *steps]
 
 
 @pytest.mark.long
@@ -442,13 +443,13 @@ def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_
             running.start("a")
             assert running.wait("a", 120) == 0, running.output()
             assert "not stored" not in running.output()
-        source = StoredCheckpoint.open(checkpoint)
+        source = StoredCheckpoint.open(open_storage(checkpoint))
         assert source.step == max(9, steps)
         source.verify()
         # The only one of 1 MiB.
         assert source.stored_tensors["model/positions.weight"].compression == "zstd"
     # Where storing is slow a due checkpoint may be skipped, but not the last one; none is repeated.
-    stored = [stored.step for stored in list_steps(checkpoint)]
+    stored = [stored.step for stored in list_steps(open_storage(checkpoint))]
     assert 9 in stored
     assert len(set(stored)) == len(stored)
     lines = (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).with_name("rejected.py")
@@ -69,7 +70,7 @@ def test_a_job_that_rejects_steps_is_bit_equal_to_one_that_skips_their_batches(
         [rank, *rejected] for rank in (0, 1) for rejected in told
     ]
     # What was undone is gone: of each stored step there is one, up to the last.
-    stored = [found.step for found in list_steps(str(tmp_path / "stored"))]
+    stored = [found.step for found in list_steps(open_storage(str(tmp_path / "stored")))]
     assert stored[0] == BATCHES - len(SKIPPED)
     assert len(stored) == len(set(stored))
     for rank in (0, 1):

@@ -1,14 +1,11 @@
-"""Lets the checkpoint reader use a storage that a test supplies, such as one that records reads."""
+"""A storage that records what is read from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
-
-import pytest
+from typing import Any
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.format.stored import metadata, reader, steps
 from keepstep.checkpoint.format.stored.storage import Storage
 
 
@@ -47,9 +44,3 @@ class RecordingStorage:
         found = self.storage.directories_with(leaf, after)
         self.listed += found
         return found
-
-
-def read_from(storage: Storage | RecordingStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all URLs that are read from now on mean this storage."""
-    for module in (metadata, reader, steps):
-        monkeypatch.setattr(module, "open_storage", lambda url: cast(Storage, storage))

@@ -40,7 +40,6 @@ from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 from keepstep.checkpoint.snapshot.arena import box_bytes
-from tests.unit.checkpoint.storage_fixtures import read_from
 
 Bytes = npt.NDArray[np.uint8]
 ITEMSIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -284,9 +283,8 @@ def test_state_saved_in_one_layout_is_read_bit_for_bit_in_another(
 ) -> None:
     stored = data.draw(tensors)
     storage = DictStorage()
-    read_from(storage, monkeypatch)
     store(storage, data.draw(layouts(stored)))
-    source = StoredCheckpoint.open("dict://")
+    source = StoredCheckpoint.open(storage)
     source.verify()
     for wanted in data.draw(layouts(stored)):
         requests, expected = [], []
@@ -355,9 +353,8 @@ def test_padded_tensors_are_read_in_any_other_padding_and_layout(
     specs = {t.key: TensorSpec(t.dtype, t.shape) for shards in layout for t, _ in shards}
     described = {p.name: p.logical for p in parameters if p.has_stored_description}
     storage = DictStorage()
-    read_from(storage, monkeypatch)
     store(storage, layout, describing_documents(Descriptions(padding=described), specs))
-    source = StoredCheckpoint.open("dict://")
+    source = StoredCheckpoint.open(storage)
 
     by_key = {key: p for p in parameters for key in p.keys}
     saved = {key: Tensor(key, p.dtype, p.stored).values for key, p in by_key.items()}

@@ -36,7 +36,6 @@ from keepstep.checkpoint.live.tensors import (
     specs_of,
     torch_dtype,
 )
-from tests.unit.checkpoint.storage_fixtures import read_from
 from tests.unit.checkpoint.test_any_layout import (
     Bytes,
     DictStorage,
@@ -237,10 +236,9 @@ def test_parts_sliced_in_one_layout_are_stored_whole_and_arrive_in_another(
     ]
     documents = describing_documents(descriptions, specs_of(itertools.chain(*ranks)))
     storage = DictStorage()
-    read_from(storage, monkeypatch)
     store_held(storage, [[held(live) for live in lives] for lives in ranks], documents)
 
-    source = StoredCheckpoint.open("dict://")
+    source = StoredCheckpoint.open(storage)
     source.verify()
     for tensor in tensors:
         stored = torch.full_like(tensor.whole, -1)

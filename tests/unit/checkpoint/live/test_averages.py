@@ -15,6 +15,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import Average, Descriptions
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.averages import averages_in
 
 
@@ -40,7 +41,7 @@ def test_an_average_is_described_and_restored() -> None:
         model["ema"].update_parameters(model["net"])
     url = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(url, {"model": model}, step=1)
-    assert StoredCheckpoint.open(url).documents["averages"] == {
+    assert StoredCheckpoint.open(open_storage(url)).documents["averages"] == {
         f"model/ema.module.{name}": {"of": f"model/net.{name}", "count": "model/ema.n_averaged"}
         for name in ("0.weight", "0.bias", "1.weight", "1.bias")
     }
@@ -77,7 +78,7 @@ def test_an_average_of_wrapped_modules_is_described_without_their_names(
     whole = wrap(parts) if what == "the whole" else parts
     url = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(url, {"model": whole}, step=1)
-    assert StoredCheckpoint.open(url).documents["averages"] == {
+    assert StoredCheckpoint.open(open_storage(url)).documents["averages"] == {
         f"model/ema.module.{name}": {"of": f"model/net.{name}", "count": "model/ema.n_averaged"}
         for name in ("0.weight", "0.bias", "1.weight", "1.bias")
     }
@@ -98,7 +99,7 @@ def test_an_average_of_what_is_not_stored_does_not_refuse_the_save() -> None:
     state = {"model": nn.ModuleDict({"net": model, "ema": AveragedModel(model)})}
     url = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(url, state, step=1)
-    source = StoredCheckpoint.open(url)
+    source = StoredCheckpoint.open(open_storage(url))
     assert "model/ema.module.embed.weight" in source.tensors
     assert "model/net.embed.weight" not in source.tensors
     assert source.documents["averages"] == {

@@ -12,6 +12,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import Descriptions, Part, PartTable
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 GATE_UP = PartTable(0, (Part("gate", 4), Part("up", 4)))
 UP_GATE = PartTable(0, (Part("up", 4), Part("gate", 4)))
@@ -35,7 +36,7 @@ def state() -> dict[str, object]:
 
 
 def test_parts_of_fused_tensors_are_stored_by_name(url: str) -> None:
-    parts = StoredCheckpoint.open(url).documents["parts"]
+    parts = StoredCheckpoint.open(open_storage(url)).documents["parts"]
     assert parts == dict.fromkeys(("model/fused.weight", "extra/fused"), GATE_UP.to_json())
 
 
@@ -58,4 +59,4 @@ def test_the_same_order_is_loaded_and_none_need_be_told(
 def test_a_state_without_fused_tensors_has_no_such_document() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(url, state(), step=1)
-    assert "parts" not in StoredCheckpoint.open(url).documents
+    assert "parts" not in StoredCheckpoint.open(open_storage(url)).documents

@@ -18,6 +18,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.ranks import collective_plan
@@ -81,7 +82,7 @@ def test_configuration_and_provenance_are_stored_and_shown(tmp_path: Path, block
             saver.save(url, STATE, step=1, config=CONFIG).wait(timeout_s=patient(60))
     shown = json.loads(show(url, "--json"))
     assert shown["config"] == {**CONFIG, "limit": {"__float__": "Infinity"}}
-    assert StoredCheckpoint.open(url).documents["config"] == CONFIG
+    assert StoredCheckpoint.open(open_storage(url)).documents["config"] == CONFIG
     assert shown["provenance"]["world_size"] == 1
     assert before <= datetime.fromisoformat(shown["provenance"]["saved_at"]) <= datetime.now(UTC)
     text = show(url)
@@ -91,7 +92,7 @@ def test_configuration_and_provenance_are_stored_and_shown(tmp_path: Path, block
 
 def test_without_a_configuration_there_is_no_such_document(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), STATE, step=1)
-    assert "config" not in StoredCheckpoint.open(str(tmp_path)).documents
+    assert "config" not in StoredCheckpoint.open(open_storage(str(tmp_path))).documents
     assert json.loads(show(str(tmp_path), "--json"))["config"] is None
     assert "config" not in show(str(tmp_path))
 

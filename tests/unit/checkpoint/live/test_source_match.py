@@ -14,6 +14,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import Descriptions, Scale
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 LOGICAL = (10, 3)
 PADDED = Descriptions(padding={"embed.weight": LOGICAL})
@@ -167,7 +168,7 @@ def test_a_matrix_of_another_meaning_is_not_taken_for_a_padded_slot() -> None:
 
 def test_a_parameter_of_the_masters_type_is_filled_from_the_master() -> None:
     url, weight, slots = stored_state(10, torch.bfloat16)
-    assert StoredCheckpoint.open(url).documents["masters"] == {
+    assert StoredCheckpoint.open(open_storage(url)).documents["masters"] == {
         "model/embed.weight": {"slot": "master_param", "dtype": "float32"}
     }
     model, _ = trained(10, seed=1)
@@ -264,7 +265,7 @@ def test_tied_weights_are_stored_once_and_fill_all_their_names(
 ) -> None:
     model, url = kind(is_tied=True), new_url()
     checkpoint.save(url, {"model": model}, step=1)
-    source = StoredCheckpoint.open(url)
+    source = StoredCheckpoint.open(open_storage(url))
     assert source.documents["model/tied"] == {"embed.weight": document}
     assert source.tensors.keys() == {"model/head"}
     for is_tied in (True, False):

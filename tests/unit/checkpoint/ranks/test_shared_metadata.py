@@ -23,7 +23,6 @@ from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.ranks import shared_metadata
 from keepstep.checkpoint.ranks.shared_metadata import open_together
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
-from tests.unit.checkpoint.storage_fixtures import read_from
 from tests.unit.checkpoint.test_any_layout import DictStorage, Tensor, small_sizes, store
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
@@ -53,10 +52,9 @@ class CountingStorage(DictStorage):
 
 
 @pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> CountingStorage:
+def storage() -> CountingStorage:
     """Storage in which four writers have stored a large and a small tensor each."""
     counting = CountingStorage()
-    read_from(counting, monkeypatch)
     store(
         counting,
         [
@@ -68,12 +66,12 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> CountingStorage:
     return counting
 
 
-def load_all(count: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def load_all(count: int, storage: CountingStorage) -> list[Any]:
     """Load all tensors on so many ranks; check them."""
     ranks = ThreadRanks(count)
 
     def load(_: int) -> Any:
-        source = open_together("dict://", ranks.group, 1, 0)
+        source = open_together(storage, ranks.group, 1, 0)
         fills = []
         for tensor in (*SMALL, *LARGE):
             box = Box.whole(tensor.shape)
@@ -100,7 +98,7 @@ def listings_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def test_each_object_is_read_once_by_all_ranks_together(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    assert all(isinstance(result, RestoreTraffic) for result in load_all(count, monkeypatch))
+    assert all(isinstance(result, RestoreTraffic) for result in load_all(count, storage))
     leaves = Counter({name.rpartition("/")[2]: reads for name, reads in storage.reads.items()})
     names = ["manifest.json", "zarr.json", "documents.json", "chunks.json"]
     listings = [f"{writer:06d}.json" for writer in range(4)]
@@ -111,7 +109,7 @@ def test_a_checkpoint_that_is_missing_is_so_for_all_ranks(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ThreadRanks(3)
-    results = ranks.run(lambda _: open_together("dict://", ranks.group, 2, 0))
+    results = ranks.run(lambda _: open_together(storage, ranks.group, 2, 0))
     assert [type(result) for result in results] == [CheckpointMissing] * 3
     assert {str(result) for result in results} == {
         "dict://: there is no checkpoint of step 2 (steps there: 1)"
@@ -125,7 +123,7 @@ def test_damage_is_found_by_all_ranks(
 ) -> None:
     name = next(name for name in storage.objects if name.endswith(leaf))
     storage.objects[name] = storage.objects[name][:-1] + b" "
-    results = load_all(3, monkeypatch)
+    results = load_all(3, storage)
     assert [type(result) for result in results] == [CheckpointDamaged] * 3
     assert all("does not match its checksum" in str(result) for result in results)
 
@@ -141,7 +139,7 @@ def test_a_listing_that_nobody_needs_may_be_damaged(
 
     def load(_: int) -> Any:
         live = LiveTensor(tensor.key, tensor.shape, box, torch.zeros(tensor.shape))
-        source = open_together("dict://", ranks.group, 1, 0)
+        source = open_together(storage, ranks.group, 1, 0)
         return fill_together(lambda: [Fill(live, tensor.dtype, box)], source, ranks.group)
 
     assert all(isinstance(result, RestoreTraffic) for result in ranks.run(load))
@@ -153,7 +151,7 @@ def test_storage_that_fails_for_the_rank_that_reads_fails_the_load_of_all(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, failing: str, rank: int
 ) -> None:
     storage.failing = failing
-    results = load_all(3, monkeypatch)
+    results = load_all(3, storage)
     expected = [RankFailed] * 3
     assert [type(result) for result in results] == [
         CheckpointError if number == rank else error for number, error in enumerate(expected)

@@ -25,7 +25,6 @@ from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor, torch_dtype
 from keepstep.checkpoint.ranks import shared_restore
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
-from tests.unit.checkpoint.storage_fixtures import read_from
 from tests.unit.checkpoint.test_any_layout import (
     ITEMSIZES,
     DictStorage,
@@ -115,15 +114,16 @@ def check_read_once(storage: RecordingStorage) -> None:
         end[name] = stop
 
 
-def saved(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> RecordingStorage:
+def saved(layout: Layout) -> RecordingStorage:
     storage = RecordingStorage()
-    read_from(storage, monkeypatch)
     store(storage, layout)
     return storage
 
 
-def restored(ranks: ThreadRanks, fills: Sequence[Fill]) -> RestoreTraffic:
-    return fill_together(lambda: fills, StoredCheckpoint.open("dict://"), ranks.group)
+def restored(
+    storage: RecordingStorage, ranks: ThreadRanks, fills: Sequence[Fill]
+) -> RestoreTraffic:
+    return fill_together(lambda: fills, StoredCheckpoint.open(storage), ranks.group)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,14 +138,12 @@ def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
     monkeypatch.setattr(shared_restore, "_small_read_nbytes", lambda url: small_nbytes)
     monkeypatch.setattr(shared_restore, "_UNASKED_NBYTES", unasked_nbytes)
     stored = data.draw(tensors)
-    storage = saved(monkeypatch, data.draw(layouts(stored)))
+    storage = saved(data.draw(layouts(stored)))
     layout = data.draw(layouts(stored))
     fills = fills_of(layout, is_transposed=data.draw(st.booleans()))
     ranks = ThreadRanks(len(layout))
     results = ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     values = {tensor.key: tensor.values for tensor in stored}
     for own_fills in fills:
@@ -166,11 +164,11 @@ def test_a_read_that_fails_on_one_rank_is_raised_on_all(
     monkeypatch: pytest.MonkeyPatch, data: st.DataObject, failing_read: int, damages: bool
 ) -> None:
     stored = data.draw(tensors)
-    storage = saved(monkeypatch, data.draw(layouts(stored)))
+    storage = saved(data.draw(layouts(stored)))
     layout = data.draw(layouts(stored))
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(len(layout))
-    sources = [StoredCheckpoint.open("dict://") for _ in layout]
+    sources = [StoredCheckpoint.open(storage) for _ in layout]
     storage.failing_read, storage.damages = failing_read, damages
     results = ranks.run(lambda rank: fill_together(lambda: fills[rank], sources[rank], ranks.group))
     if len(storage.reads) <= failing_read:
@@ -193,7 +191,7 @@ def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
 ) -> None:
     tensor = Tensor("model/t0.weight", "float32", (64, 8))
     layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(3)]
-    saved(monkeypatch, layout)
+    storage = saved(layout)
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(3)
     of_size = shared_restore._Memory.of_size
@@ -205,9 +203,7 @@ def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
 
     monkeypatch.setattr(shared_restore._Memory, "of_size", lacking)
     results = ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
@@ -222,7 +218,7 @@ def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
     monkeypatch.setattr(shared_restore, "_UNASKED_NBYTES", unasked_nbytes)
     tensor = Tensor("model/t0.weight", "float32", (64, 8))
     layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(3)]
-    saved(monkeypatch, layout)
+    storage = saved(layout)
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(3)
     act = getattr(shared_restore._Participant, step)
@@ -234,9 +230,7 @@ def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
 
     monkeypatch.setattr(shared_restore._Participant, step, failing)
     results = ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     if step == "_accept" and unasked_nbytes:
         assert all(isinstance(result, RestoreTraffic) for result in results), "nobody asks"
@@ -248,7 +242,7 @@ def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.Monke
     """Twelve replicas want all: what they receive together is many times a message's limit."""
     tensor = Tensor("model/t0.weight", "uint8", (4096, 2))
     layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(12)]
-    saved(monkeypatch, layout)
+    storage = saved(layout)
     fills = fills_of(layout, is_transposed=True)
     ranks = ThreadRanks(12)
     sizes: list[int] = []
@@ -260,9 +254,7 @@ def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(shared_restore._Memory, "of_size", noting)
     results = ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     nbytes = math.prod(tensor.shape)
     assert results[0].sent_nbytes == 11 * nbytes
@@ -273,7 +265,7 @@ def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.Monke
 
 def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = Tensor("model/t0.weight", "uint8", (64, 2))
-    storage = saved(monkeypatch, [[(tensor, Box.whole(tensor.shape))]])
+    storage = saved([[(tensor, Box.whole(tensor.shape))]])
     layout = [[(tensor, Box((rank, 0), (64 - rank, 2)))] for rank in range(8)]
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(8)
@@ -286,9 +278,7 @@ def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(StoredCheckpoint, "read", noting)
     ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     assert sum(staged) <= math.prod(tensor.shape)
     check_read_once(storage)
@@ -301,13 +291,11 @@ def test_small_tensors_of_one_pack_are_read_by_one_rank(monkeypatch: pytest.Monk
     monkeypatch.setattr(shared_restore, "_GROUP_NBYTES", 4096)
     stored = [Tensor(f"model/t{number}.bias", "float32", (2,)) for number in range(9)]
     layout = [[(tensor, Box.whole(tensor.shape)) for tensor in stored] for _ in range(4)]
-    storage = saved(monkeypatch, layout)
+    storage = saved(layout)
     fills = fills_of(layout, is_transposed=False)
     ranks = ThreadRanks(4)
     ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     packs = {name for name in storage.objects if "/packs/" in name}
     assert sorted(name for name, _, _ in storage.reads) == sorted(packs)
@@ -315,7 +303,7 @@ def test_small_tensors_of_one_pack_are_read_by_one_rank(monkeypatch: pytest.Monk
 
 def test_a_rest_that_the_checkpoint_lacks_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = Tensor("model/t0.weight", "float32", (5, 4))
-    saved(monkeypatch, [[(tensor, Box.whole(tensor.shape))]])
+    storage = saved([[(tensor, Box.whole(tensor.shape))]])
     fills = []
     for first in (0, 3, 6):
         box = Box((first, 0), (3, 4))
@@ -323,9 +311,7 @@ def test_a_rest_that_the_checkpoint_lacks_is_zero(monkeypatch: pytest.MonkeyPatc
         fills.append([Fill(live, "float32", box.intersect(Box.whole(tensor.shape)))])
     ranks = ThreadRanks(3)
     ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     padded = np.zeros((9, 4, 4), np.uint8)
     padded[:5] = tensor.values
@@ -340,7 +326,7 @@ def test_each_tensor_that_takes_the_same_stored_box_gets_its_values(
     """Tied weights are stored once, and loaded into modules where they are not tied."""
     tensor = Tensor("model/t0.weight", "uint8", (64, 8))
     box = Box.whole(tensor.shape)
-    storage = saved(monkeypatch, [[(tensor, box)]])
+    storage = saved([[(tensor, box)]])
 
     def of_another_type() -> Fill:
         data = torch.zeros(tensor.shape, dtype=torch.int32)
@@ -356,9 +342,7 @@ def test_each_tensor_that_takes_the_same_stored_box_gets_its_values(
     ]
     ranks = ThreadRanks(2)
     ranks.run(
-        lambda rank: fill_together(
-            lambda: fills[rank], StoredCheckpoint.open("dict://"), ranks.group
-        )
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open(storage), ranks.group)
     )
     for item in (item for own in fills for item in own):
         assert content(item.tensor.data.to(torch.uint8)) == tensor.values.tobytes()

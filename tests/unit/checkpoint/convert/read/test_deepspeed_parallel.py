@@ -28,6 +28,7 @@ from keepstep.checkpoint.errors import (
     RulesInvalid,
 )
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.convert.read.deepspeed_layouts import (
@@ -340,7 +341,7 @@ def test_command_takes_rules_for_ranks_files(tmp_path: Path) -> None:
     arguments = ["convert", str(run), str(tmp_path / "converted"), "--rules", str(rules)]
     done = CliRunner().invoke(ckpt, arguments)
     assert done.exit_code == 0, done.output
-    converted = StoredCheckpoint.open(str(tmp_path / "converted"))
+    converted = StoredCheckpoint.open(open_storage(str(tmp_path / "converted")))
     expected = expected_of(MODEL, state, layout)
     assert_same(converted, "model/1.gate", expected["model/1.fc1"][:10])
     assert_same(converted, "optim/2.dense/exp_avg", expected["optim/2.dense/exp_avg"])

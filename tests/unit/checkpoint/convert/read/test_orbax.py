@@ -116,7 +116,7 @@ def test_it_is_converted(tmp_path: Path, name: str) -> None:
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert printed["step"] == 3
-    stored = StoredCheckpoint.open(str(target))
+    stored = StoredCheckpoint.open(open_storage(str(target)))
     assert set(stored.tensors) == set(EXPECTED[name])
     for key, tensor in EXPECTED[name].items():
         assert_same(stored, key, tensor)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from keepstep.checkpoint.convert.write.optimizer_values import has_object, only_
 from keepstep.checkpoint.convert.write.state_parts import parts_of
 from keepstep.checkpoint.convert.write.torch_target import torch_left_out, write_torch
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.unit.checkpoint.test_optimizer_kinds import assert_equal, made, train
 
 
@@ -22,7 +23,7 @@ def converted(kind: str, path: Path) -> tuple[dict[str, Any], StoredCheckpoint]:
     state = made(kind)
     train(state, range(4))
     checkpoint.save(str(path / "run"), state, step=4)
-    source = StoredCheckpoint.open(str(path / "run"))
+    source = StoredCheckpoint.open(open_storage(str(path / "run")))
     write_torch(
         source, str(path / "a.pt"), only_model=False, memory_nbytes=2**20, report=lambda n: None
     )

@@ -14,6 +14,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.format.layout.content_digest import DIGEST
 from keepstep.checkpoint.format.stored import chunking
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 
 
 def test_digest_is_what_the_format_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +23,7 @@ def test_digest_is_what_the_format_says(monkeypatch: pytest.MonkeyPatch) -> None
     state = {"small": torch.arange(7.0), "large": torch.randn(1000, 777), "number": torch.ones(())}
     url = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(url, state, step=1)
-    source = StoredCheckpoint.open(url)
+    source = StoredCheckpoint.open(open_storage(url))
     total, chunks = 0, 0
     for key, tensor in state.items():
         grid = source.stored_tensors[key].chunk

@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> StoredCheckpoint:
     storage, attempt = open_storage(str(tmp_path)), Attempt(StoredStep(1, 0), "x")
     part = write_part(storage, attempt, plan, [0], lambda key, box: VALUES[box.slices], name=0)
     publish(storage, attempt, [part], plan.tensors, plan.chunk_parts(), {})
-    return StoredCheckpoint.open(str(tmp_path))
+    return StoredCheckpoint.open(open_storage(str(tmp_path)))
 
 
 class Recorded:

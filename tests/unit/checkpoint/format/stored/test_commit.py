@@ -63,7 +63,7 @@ def test_attempt_is_not_committed_where_a_part_was_written_elsewhere(storage: St
     storage.write(f"{another.directory}/{PARTS[1].name}", [b"{}"])
     with pytest.raises(CheckpointError, match=r"1 of 2 writers .* parts/000001.json is not in"):
         committed(storage, PARTS)
-    assert not list_steps(storage.url)
+    assert not list_steps(open_storage(storage.url))
 
 
 def test_attempt_with_a_part_that_is_there_and_not_listed_yet_is_committed(
@@ -88,7 +88,7 @@ def test_attempt_that_is_closed_while_it_is_committed_is_not_left_committed(
     with pytest.raises(CheckpointError, match="garbage collection gave it up"):
         committed(storage)
     assert not storage.exists(f"{ATTEMPT.stored.directory}/{MANIFEST}")
-    assert not list_steps(storage.url)
+    assert not list_steps(open_storage(storage.url))
 
 
 def test_committed_attempt_stays_so_where_its_note_cannot_be_read_then(

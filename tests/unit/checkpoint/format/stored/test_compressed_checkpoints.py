@@ -75,7 +75,7 @@ def save(
 
     part = write_part(storage, attempt, plan, [0], read_box, name=0)
     publish(storage, attempt, [part], tensors, plan.chunk_parts(), {})
-    return StoredCheckpoint.open(url, step)
+    return StoredCheckpoint.open(open_storage(url), step)
 
 
 def read(source: StoredCheckpoint, box: Box, key: str = KEY) -> Bytes:
@@ -228,7 +228,7 @@ def test_a_cell_whose_header_lies_is_refused_though_its_checksum_matches(
     cell = bytearray(first_cell(root))
     cell[field : field + 4] = number.to_bytes(4, "little")
     with_first_cell(root, bytes(cell))
-    source = StoredCheckpoint.open(url_of(root))
+    source = StoredCheckpoint.open(open_storage(url_of(root)))
     for act in (lambda: read_all(source), source.verify):
         with pytest.raises(
             CheckpointDamaged, match=f"the data of {KEY} matches its checksum and cannot be decomp"
@@ -280,7 +280,7 @@ def test_listed_sizes_that_contradict_the_object_are_refused(
     root: Path, change: Change, reason: str
 ) -> None:
     tamper(root, PART, change)
-    source = StoredCheckpoint.open(url_of(root))
+    source = StoredCheckpoint.open(open_storage(url_of(root)))
     for act in (lambda: read_all(source), source.verify):
         with pytest.raises(CheckpointDamaged, match=reason):
             act()
@@ -296,7 +296,7 @@ def test_sizes_of_cells_that_are_not_compressed_are_refused(tmp_path: Path) -> N
         lambda listing: [[*item, text([size] * (len(item[2]) // 5))] for item in listing],
     )
     with pytest.raises(CheckpointDamaged, match="sizes that its cells cannot have"):
-        read_all(StoredCheckpoint.open(str(tmp_path)))
+        read_all(StoredCheckpoint.open(open_storage(str(tmp_path))))
 
 
 def test_a_release_that_lacks_the_feature_refuses_it_by_name(
@@ -304,7 +304,7 @@ def test_a_release_that_lacks_the_feature_refuses_it_by_name(
 ) -> None:
     monkeypatch.setattr(manifest, "FEATURES", frozenset())
     with pytest.raises(CheckpointTooNew, match=f"requires '{COMPRESSED_CELLS}'"):
-        StoredCheckpoint.open(url_of(root))
+        StoredCheckpoint.open(open_storage(url_of(root)))
     with pytest.raises(CheckpointTooNew, match=f"requires '{COMPRESSED_CELLS}'"):
         parse_listings((root / ROOT).read_bytes(), "here")
 
@@ -323,7 +323,7 @@ def test_compressed_cells_that_the_manifest_does_not_require_are_refused(root: P
     before = Manifest.decode(committed.read_bytes(), "")
     committed.write_bytes(replace(before, required=()).encode())
     with pytest.raises(CheckpointDamaged, match=f"needs {COMPRESSED_CELLS}, which the manifest"):
-        StoredCheckpoint.open(url_of(root)).verify()
+        StoredCheckpoint.open(open_storage(url_of(root))).verify()
 
 
 def blosc(**changes: Any) -> Change:
@@ -355,7 +355,7 @@ def test_another_compression_in_the_metadata_is_refused_as_damage(
 ) -> None:
     tamper(root, ROOT, change)
     with pytest.raises(CheckpointDamaged, match="does not describe"):
-        StoredCheckpoint.open(url_of(root)).verify()
+        StoredCheckpoint.open(open_storage(url_of(root))).verify()
 
 
 def test_chunks_that_did_not_change_are_linked(tmp_path: Path) -> None:
@@ -376,10 +376,13 @@ def test_chunks_that_did_not_change_are_linked(tmp_path: Path) -> None:
 
 
 def test_a_copy_has_the_same_compressed_bytes(root: Path, tmp_path: Path) -> None:
-    source, target = StoredCheckpoint.open(url_of(root)), f"memory://{uuid.uuid4().hex}"
+    source, target = (
+        StoredCheckpoint.open(open_storage(url_of(root))),
+        f"memory://{uuid.uuid4().hex}",
+    )
     for _ in range(2):  # The second time it is there already.
-        copy(source, target)
-    copied = StoredCheckpoint.open(target)
+        copy(source, open_storage(target))
+    copied = StoredCheckpoint.open(open_storage(target))
     copied.verify()
     assert copied.manifest.required == (COMPRESSED_CELLS,)
     assert copied.storage.read(f"{copied.directory}/{CHUNK}") == (root / CHUNK).read_bytes()
@@ -391,7 +394,10 @@ def test_a_damaged_checkpoint_is_not_copied(root: Path) -> None:
     content[100] ^= 1
     (root / CHUNK).write_bytes(content)
     with pytest.raises(CheckpointDamaged, match="is not what was written"):
-        copy(StoredCheckpoint.open(url_of(root)), f"memory://{uuid.uuid4().hex}")
+        copy(
+            StoredCheckpoint.open(open_storage(url_of(root))),
+            open_storage(f"memory://{uuid.uuid4().hex}"),
+        )
 
 
 def test_the_same_values_compare_equal_however_they_are_compressed(
@@ -418,7 +424,7 @@ def test_the_same_values_compare_equal_however_they_are_compressed(
 
 
 def test_a_removed_checkpoint_is_deleted(root: Path) -> None:
-    (stored,) = list_steps(url_of(root))
-    remove(url_of(root), stored, now=0.0)
-    assert collect_garbage(url_of(root), now=1.0, grace_s=0.0)
+    (stored,) = list_steps(open_storage(url_of(root)))
+    remove(open_storage(url_of(root)), stored, now=0.0)
+    assert collect_garbage(open_storage(url_of(root)), now=1.0, grace_s=0.0)
     assert not root.exists()

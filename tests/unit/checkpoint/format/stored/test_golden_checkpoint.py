@@ -16,6 +16,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint import Descriptions
 from keepstep.checkpoint.format.stored.housekeeping import Difference, compare, copy
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.unit.checkpoint.format.stored.golden_checkpoint import (
     DESCRIPTIONS,
     QKV,
@@ -55,22 +56,22 @@ def assert_holds(url: str) -> None:
 
 
 def test_it_is_of_the_format_that_is_written() -> None:
-    source = StoredCheckpoint.open(golden_url())
+    source = StoredCheckpoint.open(open_storage(golden_url()))
     path = f"{source.stored.directory}/manifest.json"
     assert source.storage.read(path) == source.manifest.encode()
 
 
 def test_it_is_verified_and_loaded() -> None:
     url = golden_url()
-    StoredCheckpoint.open(url).verify()
+    StoredCheckpoint.open(open_storage(url)).verify()
     assert_holds(url)
 
 
 def test_a_copy_holds_the_same() -> None:
     url, target = golden_url(), f"memory://{uuid.uuid4().hex}"
-    source = StoredCheckpoint.open(url)
-    copy(source, target)
-    opened = StoredCheckpoint.open(target)
+    source = StoredCheckpoint.open(open_storage(url))
+    copy(source, open_storage(target))
+    opened = StoredCheckpoint.open(open_storage(target))
     opened.verify()
     assert opened.manifest.objects == source.manifest.objects
     assert compare(source, opened) == Difference((), (), {}, ())
@@ -79,7 +80,7 @@ def test_a_copy_holds_the_same() -> None:
 
 def test_zarr_reads_it(tmp_path: Path) -> None:
     put_golden(str(tmp_path))
-    opened = StoredCheckpoint.open(str(tmp_path))
+    opened = StoredCheckpoint.open(open_storage(str(tmp_path)))
     group = zarr.open_group(str(tmp_path / opened.directory), mode="r")
     for name, value in model_of(described_state(0)).named_parameters():
         read = torch.from_numpy(group[f"model/{name}"][:].astype("float32"))
@@ -87,7 +88,7 @@ def test_zarr_reads_it(tmp_path: Path) -> None:
 
 
 def test_it_has_packed_arrays_and_chunks_with_and_without_compression() -> None:
-    stored = StoredCheckpoint.open(golden_url()).stored_tensors
+    stored = StoredCheckpoint.open(open_storage(golden_url())).stored_tensors
     kinds = {
         name: (stored[f"model/{name}.weight"].is_packed, stored[f"model/{name}.weight"].compression)
         for name in ("qkv", "large", "half")
@@ -97,7 +98,7 @@ def test_it_has_packed_arrays_and_chunks_with_and_without_compression() -> None:
 
 
 def test_it_says_what_its_tensors_are() -> None:
-    documents = StoredCheckpoint.open(golden_url()).documents
+    documents = StoredCheckpoint.open(open_storage(golden_url())).documents
     assert documents["parts"] == dict.fromkeys(
         ("model/qkv.weight", "model/qkv.bias"), QKV.to_json()
     )

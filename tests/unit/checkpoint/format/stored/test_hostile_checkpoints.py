@@ -153,10 +153,11 @@ import resource, sys
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.source import BoxRequest
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.format.stored.storage import open_storage
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
 try:
-    source = StoredCheckpoint.open(sys.argv[1])
+    source = StoredCheckpoint.open(open_storage(sys.argv[1]))
     if sys.argv[2] == "verify":
         source.verify()
     else:
@@ -230,10 +231,10 @@ def test_an_unknown_object_of_a_manifest_is_refused(root: Path) -> None:
     committed = root / ATTEMPT.stored.directory / MANIFEST
     committed.write_bytes(Manifest(1, 0, "a", (StoredObject("a\0b", 1, 1),)).encode())
     with pytest.raises(CheckpointDamaged, match="not an object's entry"):
-        StoredCheckpoint.open(str(root))
+        StoredCheckpoint.open(open_storage(str(root)))
 
 
 def test_a_chunk_that_no_part_lists_is_not_copied_as_one_of_the_first(root: Path) -> None:
     tamper(root, PART, lambda content: content[1:])
     with pytest.raises(CheckpointDamaged, match="large needs 1 chunks and the listings have 0"):
-        copy(StoredCheckpoint.open(str(root)), f"{root}/copy")
+        copy(StoredCheckpoint.open(open_storage(str(root))), open_storage(f"{root}/copy"))

@@ -18,7 +18,7 @@ from keepstep.checkpoint.format.stored.steps import newest
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.stored_json import encode
 from keepstep.checkpoint.format.stored.writer import publish, write_part
-from tests.unit.checkpoint.storage_fixtures import RecordingStorage, read_from
+from tests.unit.checkpoint.storage_fixtures import RecordingStorage
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def note(url: str, content: bytes) -> None:
 def test_only_listings_of_writers_of_what_is_read_are_read(url: str) -> None:
     save(url, 1)
     recording = RecordingStorage(open_storage(url))
-    source = replace(StoredCheckpoint.open(url), storage=recording)
+    source = replace(StoredCheckpoint.open(open_storage(url)), storage=recording)
     for key, listings in (("b", ["000001.json"]), ("b", []), ("a", ["000000.json"])):
         recording.reads.clear()
         into = bytearray(8)
@@ -73,8 +73,7 @@ def test_the_newest_is_found_without_a_list_of_all(
     for step in range(1, 6):
         save(url, step)
     recording = RecordingStorage(open_storage(url))
-    read_from(recording, monkeypatch)
-    assert newest(url) == StoredStep(5, 0)
+    assert newest(recording) == StoredStep(5, 0)
     assert recording.listed == []
 
 
@@ -83,8 +82,7 @@ def test_a_checkpoint_of_known_step_and_generation_is_opened_without_a_list(
 ) -> None:
     save(url, 1)
     recording = RecordingStorage(open_storage(url))
-    read_from(recording, monkeypatch)
-    assert StoredCheckpoint.open(url, 1, 0).step == 1
+    assert StoredCheckpoint.open(recording, 1, 0).step == 1
     assert (recording.listed, NEWEST in recording.reads) == ([], False)
 
 
@@ -99,16 +97,16 @@ def test_a_wrong_note_of_the_newest_misleads_nobody(url: str, content: bytes) ->
     for step in (1, 2, 3):
         save(url, step)
     note(url, content)
-    assert newest(url) == StoredStep(3, 0)
+    assert newest(open_storage(url)) == StoredStep(3, 0)
 
 
 def test_the_newest_was_removed(url: str) -> None:
     for step in (1, 2, 3):
         save(url, step)
     note(url, encode(OLDER))
-    remove(url, StoredStep(3, 0), now=0.0)
-    assert newest(url) == StoredStep(2, 0)
+    remove(open_storage(url), StoredStep(3, 0), now=0.0)
+    assert newest(open_storage(url)) == StoredStep(2, 0)
     note(url, encode(OLDER))
-    remove(url, StoredStep(2, 0), now=0.0)
+    remove(open_storage(url), StoredStep(2, 0), now=0.0)
     assert not open_storage(url).exists(NEWEST)
-    assert newest(url) == StoredStep(1, 0)
+    assert newest(open_storage(url)) == StoredStep(1, 0)

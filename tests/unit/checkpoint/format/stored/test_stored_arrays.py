@@ -21,7 +21,7 @@ from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.stored_arrays import StoredArrays
 from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata
-from tests.unit.checkpoint.storage_fixtures import RecordingStorage, read_from
+from tests.unit.checkpoint.storage_fixtures import RecordingStorage
 
 ATTEMPT = Attempt(StoredStep(1, 0), "x")
 COUNT = 400
@@ -93,7 +93,7 @@ def test_only_tensors_that_are_asked_for_are_parsed(
         return parse_array(key, *others)
 
     monkeypatch.setattr(stored_arrays, "parse_array", parse)
-    source = StoredCheckpoint.open(url)
+    source = StoredCheckpoint.open(open_storage(url))
     assert source.slots(()) == {}
     assert not source.may_be_renamed
     assert list(source.known_keys()) == KEYS
@@ -109,22 +109,20 @@ def test_only_tensors_that_are_asked_for_are_parsed(
 
 
 def test_a_reader_reads_the_listings_of_the_writers_that_it_needs(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str,
 ) -> None:
     recorder = RecordingStorage(open_storage(url))
-    read_from(recorder, monkeypatch)
-    assert values(StoredCheckpoint.open(url), ["model/234"]) == [34]
+    assert values(StoredCheckpoint.open(recorder), ["model/234"]) == [34]
     listings = [f"{writer:06d}.json" for writer in range(WRITERS)]
     assert [name for name in recorder.reads if name in listings] == [listings[2]]
 
 
 def test_metadata_that_another_rank_has_read_are_not_read_again(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str,
 ) -> None:
-    metadata = StoredMetadata.read(url, for_all_ranks=True)
+    metadata = StoredMetadata.read(open_storage(url), for_all_ranks=True)
     recorder = RecordingStorage(open_storage(url))
-    read_from(recorder, monkeypatch)
-    source = StoredCheckpoint.of(url, metadata)
+    source = StoredCheckpoint.of(recorder, metadata)
     assert values(source, ["model/000", "model/398"]) == [0, 98]
     assert not {ROOT, CHUNKS} & {*recorder.reads}
 
@@ -132,7 +130,7 @@ def test_metadata_that_another_rank_has_read_are_not_read_again(
 def test_a_tensor_that_needs_a_feature_that_is_not_required_is_refused_when_needed(
     url: str,
 ) -> None:
-    source = StoredCheckpoint.open(url)
+    source = StoredCheckpoint.open(open_storage(url))
     root = json.loads(open_storage(url).read(f"{source.directory}/{ROOT}"))
     compressed = replace(source.stored_tensors["model/000"], is_packed=False, compression="zstd")
     nodes = root["consolidated_metadata"]["metadata"]

@@ -103,7 +103,7 @@ def test_the_next_attempt_stops_the_one_before(node: Node, monkeypatch: pytest.M
     assert written.attempt == "b"
     node.persistence.publish(node.task("b"), [written.listing])
     assert isinstance(node.next_event(), Published)
-    source = StoredCheckpoint.open(node.url)
+    source = StoredCheckpoint.open(open_storage(node.url))
     assert source.directory.endswith("/attempt-b")
     source.verify()
 
@@ -121,10 +121,10 @@ def test_tensors_are_compressed_if_the_task_says_so(
         assert isinstance(written, Persisted)
         node.persistence.publish(task, [written.listing])
         assert isinstance(node.next_event(), Published)
-        source = StoredCheckpoint.open(node.url)
+        source = StoredCheckpoint.open(open_storage(node.url))
         source.verify()
         assert {tensor.compression for tensor in source.stored_tensors.values()} == {compression}
-        remove(node.url, source.stored, now=0.0)
+        remove(open_storage(node.url), source.stored, now=0.0)
 
 
 def test_older_checkpoints_are_removed_once_one_is_published(
@@ -144,7 +144,7 @@ def test_older_checkpoints_are_removed_once_one_is_published(
         node.persistence.publish(task, [written.listing])
         assert isinstance(node.next_event(), Published)
     node.persistence.close()
-    assert [stored.step for stored in list_steps(node.url)] == [9, 7, 6, 4]
+    assert [stored.step for stored in list_steps(open_storage(node.url))] == [9, 7, 6, 4]
 
 
 def test_a_checkpoint_is_published_though_older_ones_cannot_be_removed(
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_the_same_run_has_committed_is_stored_and_no_failure(n
     assert node.next_event() == AlreadyStored(snapshot=FIRST, attempt="9-ab")
     node.persistence.publish(node.task("9-ab"), [written.listing])
     assert isinstance(node.next_event(), Published)
-    assert StoredCheckpoint.open(node.url).directory.endswith("/attempt-7-ab")
+    assert StoredCheckpoint.open(open_storage(node.url)).directory.endswith("/attempt-7-ab")
 
 
 def test_a_checkpoint_that_another_job_has_committed_is_not_taken_for_this_ones(node: Node) -> None:
