@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test campaign lint demo bench gpu mutants convert-test clean
+.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site, in build/site. A warning, such as a link to a page that there is not, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo: setup
 	$(BIN)/python -m examples.demo
