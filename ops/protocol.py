@@ -1,7 +1,7 @@
 """Writes the tables of messages, values and records in PROTOCOL.md from the types that define them.
 
 `python -m ops.protocol` rewrites the text between `<!-- table: NAME -->` and `<!-- end -->`. A row
-has a type's name, its fields with their types, and its docstring. `tests/unit/test_protocol.py`
+has a type's name, its fields with their types, and its docstring. `tests/unit/test_documents.py`
 fails while the document differs from what this script writes.
 """
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ops import protocol
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "ops" / "bench" / "RESULTS.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
@@ -33,6 +35,11 @@ def test_lines_wrap_at_100_columns_outside_tables_and_code(document: Path) -> No
     prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     long = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("|")]
     assert long == []
+
+
+def test_tables_of_the_protocol_are_as_the_types_define_them() -> None:
+    text = protocol.DOCUMENT.read_text()
+    assert protocol.rewritten(text) == text, "run `python -m ops.protocol`, and read what changed"
 
 
 def test_readme_is_short() -> None:
