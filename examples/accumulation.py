@@ -3,8 +3,9 @@
 `keepstep run --nproc-per-node 2 examples/accumulation.py --steps 200`
 
 One list of micro-batches of `job.batches` is one optimizer step. The scale of the GradScaler is
-part of the state, so a run that recovers scales as one that nothing disturbed. `build` makes the
-scaler anew, as one remembers of a step under way what belongs to the optimizer of that generation.
+part of the state, so a run that recovers scales as one that nothing disturbed. `build` makes a new
+scaler, as an old one remembers of a step under way what belongs to the optimizer of that
+generation.
 """
 
 from __future__ import annotations

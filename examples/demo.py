@@ -1,4 +1,4 @@
-"""The demo (`make demo`): two nodes train a GPT; one is killed, the other continues, it returns."""
+"""Runs the demo (`make demo`): of two nodes that train a GPT, one is killed and returns."""
 
 from __future__ import annotations
 

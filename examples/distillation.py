@@ -3,7 +3,7 @@
 `keepstep run --nproc-per-node 2 examples/distillation.py --steps 500`
 
 The teacher is not part of the state: nothing of it changes, so it costs no snapshot. Each
-generation makes it anew, as `build` does with everything, and loads it from `--teacher`.
+generation makes a new one, as `build` does with everything, and loads it from `--teacher`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Patience:
 
 @torch.no_grad()
 def evaluate(job: keepstep.Job, samples: Subset[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the mean loss of the samples, of which each rank computes a part."""
+    """Return the mean loss of the samples; each rank computes a part of it."""
     world = job.world
     job.model.eval()
     # FSDP's collectives: all ranks must compute as many batches.

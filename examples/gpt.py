@@ -1,4 +1,4 @@
-"""A small byte-level GPT that can be built on the meta device and sharded before it has memory."""
+"""Defines a small byte-level GPT that is built on the meta device and sharded without memory."""
 
 from __future__ import annotations
 

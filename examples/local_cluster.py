@@ -30,7 +30,7 @@ _QUIET_S = 1.0
 
 
 class JobOver(Exception):
-    """What was waited for cannot happen any more: every agent has ended."""
+    """The awaited condition cannot come true any more: every agent has ended."""
 
 
 class LocalCluster:

@@ -1,10 +1,10 @@
-"""Fine-tunes a GPT by low-rank adapters on frozen weights, with FSDP2, through failures.
+"""Trains low-rank adapters of a GPT on frozen weights, with FSDP2, through failures.
 
 `keepstep run --nproc-per-node 2 examples/lora.py --steps 200`
 
-What the adapters belong to comes from a checkpoint of any format that keepstep reads (`--base`),
-else from a seed. Frozen weights are part of the state like all others, so those of a lost rank are
-restored from memory; the optimizer has only the adapters'.
+The base model comes from a checkpoint of any format that keepstep reads (`--base`), else from a
+seed. Frozen weights are part of the state like all others, so those of a lost rank are restored
+from memory; the optimizer has only the adapters'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import keepstep
 
 
 class LowRankLinear(nn.Module):
-    """A frozen linear layer, and what is learned beside it (Hu et al., arXiv 2106.09685)."""
+    """A frozen linear layer with a trained low-rank addition (Hu et al., arXiv 2106.09685)."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()

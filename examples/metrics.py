@@ -1,4 +1,4 @@
-"""A file of metrics that has each step once, whatever fails while it is written."""
+"""Writes a file of metrics that has each step once, whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keepstep
 class StepFile:
     """A JSON line for each step, written by rank 0.
 
-    What was written of steps that the job computes again is removed: pass `on_generation` to
+    Lines of steps that the job computes again are removed: pass `on_generation` to
     `keepstep.Callbacks`.
     """
 

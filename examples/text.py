@@ -1,4 +1,4 @@
-"""A text dataset that every machine has: the sources of Python's standard library, as bytes."""
+"""Reads a text dataset that every machine has: Python's standard library, as bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A tracker's record that has each step once, also where nothing can be removed from it, as in W&B.
+"""Keeps a tracker's record with each step once, even if nothing can be removed from it, as in W&B.
 
 A step counts once its snapshot is committed: until then it may be computed again. So values wait in
-the training state, and are sent when `on_snapshot` tells that their step is safe:
+the training state, and are sent when `on_snapshot` reports that their step is safe:
 
     tracker = Tracker(CsvRecord(Path("run.csv")))
     callbacks = keepstep.Callbacks(on_generation=tracker.on_generation,
@@ -70,7 +70,7 @@ class Tracker:
         self._sends = entered.rank == 0
 
     def on_snapshot(self, committed: keepstep.SnapshotCommitted) -> None:
-        """Send what is safe. What a process before this one has sent is left out."""
+        """Send the safe values, without those that an earlier process has sent."""
         safe = [step for step in self._waiting if step <= committed.step]
         last = self._record.last_step() if self._sends else 0
         for step in sorted(safe):

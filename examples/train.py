@@ -13,7 +13,7 @@ from typing import Protocol
 
 import click
 import torch
-from gpt import GPT, GPTConfig, initialize  # `gpt` and others are files beside this script.
+from gpt import GPT, GPTConfig, initialize  # `gpt` and others are files next to this script.
 from metrics import StepFile
 from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard

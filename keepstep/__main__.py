@@ -1,4 +1,4 @@
-"""`python -m keepstep`: the `keepstep` command."""
+"""Runs the `keepstep` command as `python -m keepstep`."""
 
 from keepstep.elastic.cli.main import main
 

@@ -20,7 +20,7 @@ def available_nbytes() -> int:
 def cgroup_available_nbytes(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Return what is left of the memory of this process's cgroup and of those above it.
+    """Return the memory left in this process's cgroup and in those above it.
 
     Pages of files that the kernel can drop count as left. None if nothing limits the process.
 
@@ -44,7 +44,7 @@ def cgroup_available_nbytes(
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
-        # In a container the path may lie outside of what is mounted: the mount is the cgroup then.
+        # In a container the path may lie outside the mount: then the mount is the cgroup.
         directory = top / path.lstrip("/")
         while directory != top.parent:
             nbytes = _left_in(directory, *names)

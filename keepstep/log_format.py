@@ -1,4 +1,4 @@
-"""Gives what keepstep's processes log one form: `[keepstep 05:49:58] snapshot server: ...`."""
+"""Formats the logs of keepstep's processes: `[keepstep 05:49:58] snapshot server: ...`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _TIME = "%H:%M:%S"
 
 
 def log_to_stderr(level: int, process: str = "") -> None:
-    """Log to stderr what this process has to say.
+    """Log this process's messages to stderr.
 
     Args:
-        level: the least level that is shown, of `logging`.
-        process: what this process is, shown before each message; "" for one that a user starts.
+        level: the least level of `logging` that is shown.
+        process: this process's name, shown before each message; "" for one that a user starts.
     """
     logging.basicConfig(level=level, format=_format(process), datefmt=_TIME)
 
@@ -29,7 +29,7 @@ def log_to_stderr_unless_configured() -> None:
 
 
 def log_line(text: str) -> str:
-    """Return a text as a line of the log, for where nothing can be logged any more."""
+    """Return a text as a line of the log, for a process that can log no more."""
     return f"[keepstep {time.strftime(_TIME)}] {text}"
 
 

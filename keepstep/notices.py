@@ -2,8 +2,8 @@
 
 Schedulers, service managers and terminals send such a signal to every process of a node at once:
 Slurm's `scancel` and `--signal`, systemd's `KillMode=control-group`, a terminal that closes. Only
-the node's agent answers: it hands over the node's state, which takes its workers, its servers and
-the coordinator, and then ends them. Until then they ignore what it receives as well.
+the node's agent answers: it hands over the node's state, for which it needs its workers, its
+servers and the coordinator, and then ends them. Until then they ignore such signals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm's `--signal` is mostly asked for."""
+"""SIGUSR1 is the usual choice for Slurm's `--signal`."""
 
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
@@ -33,7 +33,7 @@ _ALLOW, _PRETEND_SUCCESS = 0x7FFF0000, 0x00050000
 
 @contextmanager
 def notices_blocked() -> Iterator[None]:
-    """Start meanwhile what shall not be ended by these signals: it begins with them blocked.
+    """Start processes meanwhile that these signals shall not end: they begin with them blocked.
 
     They stay blocked in another program; a process of keepstep calls `leave_notices` or
     `restore_notices` as the first thing it does.
@@ -46,14 +46,14 @@ def notices_blocked() -> Iterator[None]:
 
 
 def leave_notices() -> None:
-    """Ignore them in this process and what it starts; whoever started it ends it."""
+    """Ignore them in this process and its children; its parent ends it."""
     for number in NOTICES:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
 
 def restore_notices() -> None:
-    """Have them do again what they do in any Python process."""
+    """Restore their effect in any Python process."""
     for number in NOTICES:
         is_interrupt = number == signal.SIGINT
         signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
@@ -63,7 +63,7 @@ def restore_notices() -> None:
 def obey_owner_alone(owner: int) -> None:
     """Ignore them in this process, except for SIGTERM from the process that owns it.
 
-    For the workers of a data loader, which is how their owner may end them. It need not be their
+    It is for the workers of a data loader, whose owner may end them so. It need not be their
     parent: with a fork server that is another process. Programs that this process starts have them
     blocked.
 
@@ -82,10 +82,11 @@ def _obey(owner: int) -> None:
 
 
 def forbid_notice_handlers() -> None:
-    """Ignore them in this process for good: also a program that it becomes handles none of them.
+    """Ignore them in this process for good: a program that it becomes handles none of them either.
 
-    etcd, as any program in Go, would install handlers whatever it inherits. So the kernel is told,
-    by seccomp(2), to answer that it has installed those without doing it. On processors other than
+    etcd, like any program in Go, installs handlers whatever it inherits.
+
+    So seccomp(2) makes the kernel report success without installing them. On processors other than
     x86-64 and ARM64 nothing is filtered.
 
     Raises:

@@ -30,7 +30,7 @@ class NotPrivate(Exception):
 
 
 def runtime_directory() -> Path:
-    """Return where this user's sockets, registrations and secrets lie; it need not exist."""
+    """Return the directory of this user's sockets, registrations and secrets; it need not exist."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return (
         Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
@@ -137,7 +137,7 @@ def write_file(path: Path, content: bytes, *, replace: bool = True) -> None:
 
     Args:
         path: the file, in a private directory.
-        content: what it shall contain.
+        content: the file's content.
         replace: whether it replaces a file of that name; if not, that file stays as it is.
 
     Raises:
@@ -165,15 +165,15 @@ def write_file(path: Path, content: bytes, *, replace: bool = True) -> None:
 def held_file(path: Path, content: bytes) -> Iterator[None]:
     """Write a file as `write_file` does, and hold it while the context lasts; then remove it.
 
-    `is_held` tells other processes so. The kernel releases it however this process ends: a process
-    id would not tell, which another process may have by then.
+    `is_held` tells other processes so. The kernel releases it however this process ends. A process
+    id would be no proof, since another process may have it by then.
 
     Raises:
         OSError: it cannot be written.
     """
     descriptor, unfinished = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     with open(descriptor, "wb", buffering=0) as file:
-        # Before anybody can find it.
+        # Before any process can find it.
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             file.write(content)
@@ -188,7 +188,7 @@ def held_file(path: Path, content: bytes) -> Iterator[None]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process that lives holds this file by `held_file`. Needs no permission to write.
+    """Return whether a living process holds this file by `held_file`. Needs no permission to write.
 
     Raises:
         OSError: it cannot be opened.

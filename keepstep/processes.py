@@ -28,10 +28,10 @@ _NICENESS = 10
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of keepstep in a process of its own.
 
-    `-P` keeps the current folder out of the module search path: a user's `checkpoint.py` or
-    `types.py` beside their script is never imported by a helper. A helper imports the keepstep that
-    starts it, even if another one is installed. If that one is a source tree, the tree is added to
-    the path last, so that its folders hide no other package.
+    `-P` keeps the current folder out of the module search path: a helper never imports a user's
+    `checkpoint.py` or `types.py` next to their script. A helper imports the keepstep that starts
+    it, even if another one is installed. If that one is a source tree, the tree is added to the
+    path last, so that its folders hide no other package.
     """
     root = Path(__file__).absolute().parent.parent
     if root.name in ("site-packages", "dist-packages"):
@@ -61,7 +61,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def allow_all_descriptors() -> None:
-    """Let this process, and those that it starts, open as many files as they may at most.
+    """Raise the limit of open files of this process and its children to the highest allowed.
 
     gloo has a connection to every other rank, for each process group, and a leader one to every
     agent: the usual soft limit of 1,024 is for programs that use select(2).
@@ -73,7 +73,7 @@ def allow_all_descriptors() -> None:
 def open_standard_descriptors() -> None:
     """Open /dev/null where this process was started without an input or output, as by `>&-`.
 
-    Else the next socket got the number, and what a worker prints would be sent over it.
+    Otherwise the next socket would get the number, and a worker's output would be sent over it.
     """
     for descriptor in range(3):
         try:
@@ -84,10 +84,10 @@ def open_standard_descriptors() -> None:
 
 
 def set_title(title: str, module: str) -> None:
-    """Have ps(1) and the like show this process by a title, followed by the module that it runs.
+    """Make ps(1) and the like show this process by a title, followed by the module that it runs.
 
-    It is the memory that the kernel placed the arguments in; its size is fixed, and a title that is
-    too long is cut off. top(1) shows 15 bytes of the title.
+    The title overwrites the memory of the arguments; its size is fixed, and a longer title is cut
+    off. top(1) shows 15 bytes of the title.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; see proc(5).
@@ -117,7 +117,7 @@ def yield_to_training() -> None:
 def adopting_orphans() -> Iterator[None]:
     """Make descendants whose parent ends meanwhile children of this process.
 
-    They are then waited for, and end with this process, as if it had started them. Uses prctl(2),
+    It then waits for them, and they end with it, as if it had started them. Uses prctl(2),
     PR_SET_CHILD_SUBREAPER. For one task at a time.
 
     Raises:

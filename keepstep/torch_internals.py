@@ -139,7 +139,7 @@ def with_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 @cache
 def strided_shard() -> type[_StridedShard]:
-    """Return the class of the placement that FSDP gives what tensor parallelism has sharded."""
+    """Return the class of FSDP's placement of a tensor that tensor parallelism has sharded."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
@@ -200,7 +200,7 @@ def flat_places(flat: Any) -> list[tuple[Any, Any, Any, Any]]:
 
 
 def flat_infos(flat: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return where modules have a flat parameter's parameters, and those that are shared."""
+    """Return the modules' places of a flat parameter's parameters, and the shared ones."""
     return flat._param_infos, flat._shared_param_infos
 
 
@@ -276,7 +276,7 @@ def has_plan_caching(planner: object) -> bool:
 
 
 def dcp_storage_info(path: str, offset: int, nbytes: int) -> object:
-    """Return what DCP's metadata says about where an entry lies in a file."""
+    """Return an entry's place in a file, from DCP's metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, nbytes)
@@ -302,17 +302,17 @@ def is_in_bad_fork(module: ModuleType) -> bool:
 
 
 def drop_compiled_code() -> None:
-    """Drop what this process has compiled, and its CUDA graphs.
+    """Drop this process's compiled code and its CUDA graphs.
 
     Compiled code belongs to models and process groups that are gone, and finds new groups by the
     names of the old ones. Where there is a GPU, `torch._dynamo.reset` imports TorchInductor first,
-    which took 3 s of a recovery: so nothing is reset where nothing was compiled, although FSDP2 has
-    imported `torch._dynamo`.
+    which took 3 s of a recovery: so nothing is reset unless something was compiled, even if FSDP2
+    has imported `torch._dynamo`.
     """
     if "torch._dynamo" not in sys.modules:
         return
     try:
-        # It has each function that Dynamo was given, whatever became of it.
+        # It has each function that Dynamo got, compiled or not.
         was_compiled = bool(torch._dynamo.convert_frame.input_codes.seen)
     except AttributeError:
         was_compiled = True  # Other versions of PyTorch may not have these names.

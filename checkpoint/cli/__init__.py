@@ -1,1 +1,1 @@
-"""`keepstep ckpt`: works with stored checkpoints, and converts those of other tools."""
+"""Implements `keepstep ckpt`: works with stored checkpoints, and converts those of other tools."""

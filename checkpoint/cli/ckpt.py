@@ -1,4 +1,4 @@
-"""`keepstep ckpt`: lists, shows and verifies checkpoints, copies and removes stored ones."""
+"""Implements `keepstep ckpt`: lists, shows, verifies, copies and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ ckpt.add_command(rules)
 def ls(url: str, form: str | None, as_json: bool) -> None:
     """List the checkpoints at URL, newest first. Exit status 1 if there is none.
 
-    Those of other tools are listed where there is none of keepstep's, and where a format stands
-    before the URL, as in deepspeed:/path.
+    Checkpoints of other tools are listed if there is none of keepstep's, or if a format precedes
+    the URL, as in deepspeed:/path.
     """
     if other := other_format(url, form):
         list_others(other, as_json=as_json)
@@ -126,7 +126,7 @@ def ls(url: str, form: str | None, as_json: bool) -> None:
         table.add_row(
             str(summary.stored.step),
             str(summary.stored.generation),
-            # `Text`: what another program has written may look like Rich's markup.
+            # `Text`: text of another program may look like Rich's markup.
             Text("-" if summary.saved_at is None else _shown_time(summary.saved_at)),
             *(["-" if summary.loss is None else f"{summary.loss:.5g}"] if has_loss else []),
             decimal(summary.nbytes),
@@ -243,10 +243,10 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint and check it. Exit status 1 if one is damaged or too new.
 
-    What is removed meanwhile is left out of --all.
+    Checkpoints that are removed meanwhile are left out of --all.
 
-    Of another tool's checkpoint, that is compared which has checksums: how much is said. Whether
-    its files agree with each other, and with its tensors' shapes, is checked of any.
+    In another tool's checkpoint, data with checksums are compared; the output says how much. Its
+    files are also checked against each other and against its tensors' shapes.
     """
     if other := other_format(url, form):
         _refuse_step(url, step, generation)
@@ -319,7 +319,7 @@ def rm(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Remove checkpoints by step, or all but those to keep.
+    """Remove checkpoints by step, or all except those to keep.
 
     A later `gc` deletes their bytes, so that readers can finish.
     """
@@ -362,10 +362,10 @@ def rm(
 def _values_of(
     name: str, storage: Storage, present: Sequence[StoredStep], at_least: int
 ) -> dict[StoredStep, float]:
-    """Return the value of this name of each checkpoint that has one.
+    """Return the value of this name in each checkpoint that has one.
 
     Raises:
-        click.UsageError: so few have one that the best would be removed with those that have none.
+        click.UsageError: too few have one, so that the best would be removed with those without.
     """
     metrics = {
         stored: metrics_of(StoredCheckpoint.open(storage, stored.step, stored.generation))
@@ -393,8 +393,9 @@ def _values_of(
 def gc(url: str, grace: float, as_json: bool) -> None:
     """Delete the data of removed checkpoints and of writers that died, after a grace time.
 
-    `gc` notes what no manifest names when it first finds it, because a writer may be at work on it.
-    A later `gc` gives it up if nothing was added since, and another one deletes it.
+    `gc` records files that no manifest names when it first finds them, because a writer may be at
+    work on them. A later `gc` marks them as abandoned if nothing was added since, and another one
+    deletes them.
     """
     storage = open_storage(url)
     deleted = collect_garbage(storage, now=time.time(), grace_s=grace)
@@ -428,7 +429,7 @@ def cp(source: str, target: str, step: int | None, generation: int | None, as_js
 
 
 def _shown_time(text: str) -> str:
-    """Return a time of ISO 8601 in this machine's zone; the text itself if it is none."""
+    """Return a time of ISO 8601 in this machine's zone; any other text as it is."""
     try:
         return datetime.fromisoformat(text).astimezone().isoformat(" ", "seconds")
     except ValueError:

@@ -1,4 +1,4 @@
-"""`keepstep ckpt convert`: writes a checkpoint of one format in another."""
+"""Implements `keepstep ckpt convert`: writes a checkpoint of one format in another."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 
 def size(text: str) -> int:
-    """Return a number of bytes that is written with a unit or without.
+    """Parse a number of bytes with or without a unit.
 
     Raises:
         click.BadParameter: it is written in another way.
@@ -59,7 +59,7 @@ def size(text: str) -> int:
 
 
 def memory_size(text: str) -> int:
-    """Return the bytes of a memory that conversions can work in.
+    """Parse a size of memory that is enough for conversions.
 
     Raises:
         click.BadParameter: it is too little, or no size.
@@ -77,7 +77,7 @@ def memory_size(text: str) -> int:
     "--from",
     "source_format",
     type=click.Choice([known.value for known in Format]),
-    help="Format of SOURCE. Default: told from its files.",
+    help="Format of SOURCE. Default: recognized from its files.",
 )
 @click.option(
     "--to",
@@ -142,7 +142,7 @@ def memory_size(text: str) -> int:
 @click.option(
     "--buffers",
     type=click.Path(exists=True, dir_okay=False),
-    help="File with a name per line: the model's buffers, which deepspeed keeps apart from "
+    help="File with a name per line: the model's buffers, which deepspeed separates from "
     "parameters that are not trained.",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be written.")
@@ -170,12 +170,11 @@ def convert_command(
 ) -> None:
     """Convert the checkpoint at SOURCE to another format at TARGET.
 
-    Tensors are streamed, and what was written is read again and compared. Nothing at TARGET is
-    replaced. What the target's format cannot hold is listed by name. An interrupted conversion to
-    keepstep's format, or to any format that is a folder, goes on where it ended when it is given
-    again.
-    Nothing in SOURCE is executed: pickles are read without running what they ask for, but with
-    --trust.
+    Tensors are streamed, and the result is read again and compared. Nothing at TARGET is replaced.
+    Anything that the target's format cannot hold is listed by name. An interrupted conversion to
+    keepstep's format, or to any format that is a folder, resumes when the same command is run
+    again. Nothing in SOURCE is executed: pickles are read without running the code that they name,
+    except with --trust.
     """
     to = target_at(target) if target_format is None else Target(target_format)
     if config is not None and given_rules is None:
@@ -244,7 +243,7 @@ def convert_command(
     if kept := chosen.kept_of_quantized():
         echo(
             f"not rounded: {len(kept)} tensors of quantized weights, such as {kept[0]}; "
-            "checkpoint.load(..., convert=True) dequantizes what is known",
+            "checkpoint.load(..., convert=True) dequantizes the known schemes",
             err=True,
         )
     for line in by_parts(done.left_out):
@@ -265,7 +264,7 @@ def convert_command(
 
 
 def by_parts(left_out: Sequence[str]) -> list[str]:
-    """Return lines on what is left out, one for all names of a part with one reason if many."""
+    """Return lines on left-out names, one for all names of a part with one reason if many."""
     parts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for line in left_out:
         name, _, reason = line.partition(": ")
@@ -282,7 +281,7 @@ def by_parts(left_out: Sequence[str]) -> list[str]:
 
 
 def _opened(request: ConversionRequest) -> Opened:
-    """Return the checkpoint; the error for one that needs code to be read says which.
+    """Return the checkpoint; the error for one that needs code to be read names the code.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -299,7 +298,7 @@ def _opened(request: ConversionRequest) -> Opened:
 
 
 def _code_in(place: Place) -> tuple[str, ...]:
-    """Return what `code_in` does; nothing for a file of which that is not known."""
+    """Return the result of `code_in`; nothing for a file in which the code is not known."""
     try:
         return code_in(place)
     except CheckpointError:
@@ -316,7 +315,7 @@ def _names_in(path: str | None) -> tuple[str, ...] | None:
 
 @click.group()
 def rules() -> None:
-    """Look at rules, by which `convert --rules` renames tensors and lays them out."""
+    """Inspect rules, by which `convert --rules` renames tensors and changes their layout."""
 
 
 @rules.command()
@@ -337,7 +336,7 @@ def rules() -> None:
 def check(source: str, given: str, config: str | None, step: int | None) -> None:
     """Show which rule takes which tensor of SOURCE.
 
-    Exit status 1 if a tensor is for no rule, or for several.
+    Exit status 1 if a tensor matches no rule, or several.
     """
     request = ConversionRequest(
         place=locate(source, step=step), rules=given, config=configuration_in(config)

@@ -1,4 +1,4 @@
-"""`keepstep ckpt diff`: compares two checkpoints of any formats, tensor by tensor."""
+"""Implements `keepstep ckpt diff`: compares two checkpoints of any formats, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def diff(
 ) -> None:
     """Compare two checkpoints of any formats, tensor by tensor. Exit status 1 if they differ.
 
-    A format may stand before a URL, as in deepspeed:/path.
+    A format may precede a URL, as in deepspeed:/path.
     """
     places = locate(first, step=first_step), locate(second, step=second_step)
-    # Names are compared as `convert` gives them, but of two checkpoints as they are stored.
+    # Names are compared as `convert` gives them; those of two stored checkpoints as they are
+    # stored.
     is_stored = all(place.form == Format.UNIVERSAL for place in places) and rules is None
     before, after = (
         ConversionRequest(

@@ -1,4 +1,4 @@
-"""What `ls`, `show` and `verify` print of checkpoints of other tools."""
+"""Prints checkpoints of other tools for `ls`, `show` and `verify`."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ FROM = click.option(
     "--from",
     "form",
     type=click.Choice([known.value for known in Format]),
-    help="Its format. Default: told from its files.",
+    help="Its format. Default: recognized from its files.",
 )
 
 
 def other_format(url: str, form: str | None) -> NamedForeign | None:
-    """Return what a user names if it is another tool's checkpoint; None if it is keepstep's.
+    """Return the checkpoint that a user names if it is another tool's; None if it is keepstep's.
 
     Args:
-        url: its URL, before which its format may stand.
-        form: its format, where it was given.
+        url: its URL, maybe preceded by its format.
+        form: its format, if it was given.
 
     Raises:
         FormatUnsupported: two formats are given.
@@ -67,7 +67,7 @@ def other_format(url: str, form: str | None) -> NamedForeign | None:
 
 
 def what_is_at(url: str) -> str:
-    """Return in words what is at a URL that has no checkpoint of any format."""
+    """Describe the content of a URL that has no checkpoint of any format."""
     try:
         files = open_files(url)
     except CheckpointMissing:
@@ -88,7 +88,7 @@ def what_is_at(url: str) -> str:
 
 
 def list_others(named: NamedForeign, *, as_json: bool) -> None:
-    """Print the checkpoints of other tools at a URL, that one first which is opened by it.
+    """Print the checkpoints of other tools at a URL; the one that the URL opens comes first.
 
     Raises:
         CheckpointMissing: none of them can be read.
@@ -141,7 +141,7 @@ def list_others(named: NamedForeign, *, as_json: bool) -> None:
 
 
 def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
-    """Print the tensors of a checkpoint of another tool, and what of it is not carried."""
+    """Print the tensors of a checkpoint of another tool, and the parts that are not carried."""
     found = locate_foreign(named.url, named.form)
     checkpoint = open_located(named.url, found)
     numbers = _numbers(checkpoint)
@@ -191,8 +191,8 @@ def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> No
     """Read every byte of checkpoints of other tools; exit status 1 if one is damaged or not read.
 
     Args:
-        named: where they are.
-        everything: all that are there, and not only the one that is opened.
+        named: the checkpoint that the user named.
+        everything: verify all checkpoints there, and not only the one that is opened.
         as_json: print JSON.
 
     Raises:
@@ -240,7 +240,7 @@ def _all(named: NamedForeign) -> Sequence[Recognized]:
 
 
 def _is_removed(url: str, found: Recognized) -> bool:
-    """Return whether nothing is left of a checkpoint: another process has removed it."""
+    """Return whether a checkpoint is gone: another process has removed it."""
     try:
         return not files_of(url, found).names
     except CheckpointMissing:

@@ -1,4 +1,4 @@
-"""What the commands print: tables, JSON, and a progress bar on a terminal."""
+"""Prints the commands' output: tables, JSON, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """Print a line; what a terminal would obey, such as escapes in names, is shown instead."""
+    """Print a line; escapes that a terminal would obey, such as in names, are shown instead."""
     shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     click.echo("".join(shown), err=err)
 

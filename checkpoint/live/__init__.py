@@ -1,1 +1,1 @@
-"""Live PyTorch state as boxes: capture, copy into shared memory, restore."""
+"""Handles live PyTorch state as boxes: captures it, copies it into shared memory, restores it."""

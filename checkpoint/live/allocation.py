@@ -1,7 +1,7 @@
 """Creates the optimizer slots that a source has and a live optimizer has not made yet.
 
-A new optimizer makes its slots in its first step. What a load fills has to be there before; if the
-load fails, what was made is taken back.
+A new optimizer makes its slots in its first step. A load fills slots, so they have to exist before
+it; if the load fails, created slots are removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from keepstep.checkpoint.live.tensors import (
 )
 
 _SMALL_SLOT = 2**16
-"""Elements that a slot may have whatever its parameter's shape, such as tables for quantization."""
+"""Elements that a slot may have with any shape of its parameter, such as tables for
+quantization."""
 
 
 def allocate(
@@ -53,14 +54,14 @@ def allocate(
     A slot of the parameter's shape in the source is sharded like the parameter, and has its shape
     here; any other slot is complete on every rank. A master begins as its parameter's values, and
     is not made where the parameter has its data type. `step` is where torch's own optimizers keep
-    it: on the CPU, unless the group is fused or capturable. Units of FSDP free what they have
-    gathered, for it is about to change.
+    it: on the CPU, unless the group is fused or capturable. Units of FSDP free their gathered
+        parameters, which are about to change.
 
     Args:
         model: names the parameters.
         optimizers: the optimizers to complete.
         source: the state to read.
-        descriptions: which parameters have fused parts, and which slots may be masters.
+        descriptions: the parameters with fused parts, and the slots that may be masters.
 
     Returns:
         An undo for a load that fails. It restores the slots that every parameter had before, also
@@ -98,7 +99,7 @@ def _check_slot_size(
 
 
 def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Return a function that restores the state that the optimizers have now, but for values."""
+    """Return a function that restores the optimizers' present state, except for values."""
     before: list[tuple[Optimizer, dict[Any, Any]]] = [
         (
             optimizer,
@@ -156,7 +157,7 @@ def _allocate(
                     stored_values = values.get(stored_name, {})
                     noted = noted_slots(stored_values)
                     for slot in stored_values if parameter in state else ():
-                        # What is no tensor in the source is not filled.
+                        # Objects that are no tensors in the source are not filled.
                         state[parameter].pop(slot, None)
                     for slot, stored_spec in slots.get(stored_name, {}).items():
                         if isinstance(state.get(parameter, {}).get(slot), torch.Tensor):
@@ -190,7 +191,7 @@ def _allocate(
 
 
 def _values_by_name(source: Source) -> dict[str, dict[str, Json]]:
-    """Return the slots that are no tensors in a source, by parameter and slot."""
+    """Return the slots of a source that are no tensors, by parameter and slot."""
     values: dict[str, dict[str, Json]] = {}
     for key, value in source.documents.get(SCALARS, {}).items():
         name, _, slot = key.rpartition("/")
@@ -205,7 +206,7 @@ def _prepare_rest(
     slots: Mapping[str, Mapping[str, TensorSpec]],
     total: int,
 ) -> None:
-    """Make the tensors of the rest that a source has of an optimizer's `state_dict`."""
+    """Make the tensors of a source's remaining entries of an optimizer's `state_dict`."""
     members = parameters_of(optimizer)
     names = [name for parameter in members for name in parameters.names(parameter)]
     owner = next((name for name in names if REST in values.get(name, {})), None)
@@ -234,7 +235,7 @@ def _prepare_rest(
 def _ties(
     own_names: Collection[str], slots: Mapping[str, Mapping[str, TensorSpec]], source: Source
 ) -> dict[str, Tie]:
-    """Return the parameters whose state that of others is in a source, where it is tied to them."""
+    """Return the parameters whose state stands for that of tied ones in a source."""
     lacking = [name for name in own_names if name not in slots]
     document = source.documents.get(TIED) if lacking else None
     ties = ((name, stored_parameter(document, name, own_names)) for name in lacking)
@@ -248,7 +249,7 @@ def _name_of(tie: Tie) -> str:
 def _has_parameter_shape(
     name: str, shape: tuple[int, ...], spec: TensorSpec, source: Source
 ) -> bool:
-    """Return whether a slot has its parameter's shape, in the source's padding or in this one's."""
+    """Return whether a slot has its parameter's shape, with the source's or the state's padding."""
     if spec.shape == shape:
         return True
     if len(spec.shape) != len(shape):
@@ -258,7 +259,7 @@ def _has_parameter_shape(
 
 
 def _is_master(name: str, slot: str, source: Source) -> bool:
-    """Return whether a source says that a slot is the parameter in a wider data type."""
+    """Return whether a slot is the parameter in a wider data type, according to the source."""
     key = f"{MODEL_PREFIX}{name}"
     master = master_of(source.documents.get(MASTERS), key)
     return master is not None and master.key == f"optim/{name}/{slot}"

@@ -1,7 +1,7 @@
-"""Finds what the averages inside a module are averages of (`torch.optim.swa_utils.AveragedModel`).
+"""Finds the modules that `torch.optim.swa_utils.AveragedModel`s inside a module average.
 
-An `AveragedModel` does not refer to what it averages. Here that is a module of the same class, with
-the same parameters, beside it in one module; where several are, nobody can tell.
+An `AveragedModel` does not refer to its original. It is taken to be a module of the same class,
+with the same parameters, next to it in one module; among several it cannot be identified.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepstep.checkpoint.live.model_parameters import name_cleaner
 
 
 def averages_in(model: nn.Module) -> dict[str, Average]:
-    """Return what parameters of a module are averages of others in it, all by their keys."""
+    """Return the parameters of a module that are averages, with those they average, all by key."""
     clean = name_cleaner(model)
     found: dict[str, Average] = {}
     paths = {
@@ -39,7 +39,7 @@ def averages_in(model: nn.Module) -> dict[str, Average]:
 def stored_averages(
     found: Mapping[str, Average], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, Average]:
-    """Return the averages of which all tensors are stored, with the shapes of what they average.
+    """Return the averages whose tensors are all stored, with the shapes of the averaged ones.
 
     A further name of tied weights is not stored, and a copy of them may not be tied.
     """
@@ -56,9 +56,9 @@ def stored_averages(
 def _averaged_by(
     model: nn.Module, averaging: str, copy: nn.Module, clean: Callable[[str], str]
 ) -> str | None:
-    """Return the path of the one module that a copy can be an average of; None without one.
+    """Return the path of the only module that a copy can be the average of; None without one.
 
-    Modules inside an `AveragedModel` are none: that would be an average of averages.
+    A module inside an `AveragedModel` does not qualify: it would give an average of averages.
     """
     shapes = _shapes(copy)
     candidates: list[str] = []
@@ -66,7 +66,7 @@ def _averaged_by(
     def visit(path: str, module: nn.Module) -> None:
         if isinstance(module, AveragedModel):
             return
-        # A module that has the average inside has other parameters than the average.
+        # A module that contains the average has other parameters than the average.
         if type(module) is type(copy) and _shapes(module) == shapes:
             candidates.append(path)
             return
@@ -74,7 +74,7 @@ def _averaged_by(
             visit(_joined(path, name), child)
 
     parent, _, _ = averaging.rpartition(".")
-    # A wrapper of the average alone has nothing beside it.
+    # A wrapper of the average alone has no other module.
     while parent and clean(parent) == clean(averaging):
         parent, _, _ = parent.rpartition(".")
     visit(parent, model.get_submodule(parent))

@@ -87,7 +87,7 @@ class _ScannedOptimizer:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
-        """Return what an optimizer consists of now."""
+        """Return the objects that an optimizer consists of now."""
         state = slots_of(optimizer)
         return cls(
             optimizer=optimizer,
@@ -132,9 +132,9 @@ class _ScannedState:
         sizes: the number of items in each of `sized`.
         empty: places without a tensor that may get one or another value, as (dictionary, key).
         groups: optimizer groups, with the names of their parameters, and the optimizer.
-        without_slots: names of parameters of which no rank has slots.
+        without_slots: names of parameters without slots on any rank.
         optimizers: the objects that the optimizers consist of.
-        computed: those of the tensors that are not the module's memory.
+        computed: the tensors that are not the module's memory.
         is_derived: a state hook makes new tensors at every call, or an optimizer has tensors
             inside of other values, so the walk must be repeated.
     """
@@ -201,12 +201,13 @@ class LiveStateReader:
         self._described: tuple[_ScannedState, _Specs, dict[str, Json]] | None = None
         self._scanned: _ScannedState | None = None
 
-    def capture(self, beside: Iterable[LiveTensor] = ()) -> LiveState:
+    def capture(self, other_tensors: Iterable[LiveTensor] = ()) -> LiveState:
         """Return the current state. Its tensors are the live memory, which the next step changes.
 
         Args:
-            beside: tensors of the state that are not the module's or an optimizer's. They are not
-                in the result, but what is said of them, or of others with them, is.
+            other_tensors: tensors of the state that are not the module's or an optimizer's. They
+                are not in the result, but their descriptions are, and those of others that name
+                them.
 
         Raises:
             LayoutMismatch: part of the state cannot be stored, or a description contradicts it;
@@ -226,7 +227,7 @@ class LiveStateReader:
                 TIED: self._tied,
                 **({SUBCLASSES: self._subclasses} if self._subclasses else {}),
                 **({WITHOUT_SLOTS: scanned.without_slots} if scanned.without_slots else {}),
-                **self._describing(scanned, specs_of(beside)),
+                **self._describing(scanned, specs_of(other_tensors)),
             },
             scanned.computed,
         )
@@ -246,25 +247,25 @@ class LiveStateReader:
             self._scanned = self._scan()
         return self._scanned
 
-    def _describing(self, scanned: _ScannedState, beside: _Specs) -> dict[str, Json]:
-        """Return the documents on all tensors, made again only where these are others."""
+    def _describing(self, scanned: _ScannedState, other_tensors: _Specs) -> dict[str, Json]:
+        """Return the documents on all tensors, made again only if the tensors are others."""
         if self._described is not None:
             described, others, documents = self._described
-            if described is scanned and others == beside:
+            if described is scanned and others == other_tensors:
                 return documents
-        specs = {**specs_of(scanned.live), **beside}
-        # Names of the caller's count more than what is found.
+        specs = {**specs_of(scanned.live), **other_tensors}
+        # The caller's names take precedence over found ones.
         averages = {**stored_averages(self._averages, specs), **self._descriptions.averages}
         documents = describing_documents(
             replace(self._descriptions, averages=averages), specs, is_whole=not is_one_of_several()
         )
-        self._described = (scanned, beside, documents)
+        self._described = (scanned, other_tensors, documents)
         return documents
 
     def _scan(self) -> _ScannedState:
         parameters = ModelParameters(self._model, self._descriptions)
-        told, containers, computed = self._model_state(parameters)
-        state, self._subclasses = _divided(told, containers)
+        entries, containers, computed = self._model_state(parameters)
+        state, self._subclasses = _divided(entries, containers)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_storable(f"model/{name}", local_of(value))
@@ -295,7 +296,7 @@ class LiveStateReader:
                 raise LayoutMismatch(
                     f"model/{name}: extra state of type {type(value).__name__} cannot be stored; "
                     "have get_extra_state return a tensor, or pass the value under a name of its "
-                    'own beside "model"'
+                    'own next to "model"'
                 )
         live += parameters.describe_units()
         for unit in parameters.units:
@@ -365,10 +366,10 @@ class LiveStateReader:
         )
 
     def _names_without_slots(self, parameters: ModelParameters) -> Iterator[str]:
-        """Yield the names of parameters of which no rank has slots.
+        """Yield the names of parameters without slots on any rank.
 
-        That this rank has none is not enough: where each rank updates some of the parameters, or
-        an expert has got no token here yet, another has them.
+        Looking at this rank is not enough: where each rank updates some of the parameters, or an
+        expert has got no token here yet, another rank has them.
         """
         for optimizer in self._optimizers:
             state = slots_of(optimizer)
@@ -381,8 +382,7 @@ class LiveStateReader:
     def _model_state(
         self, parameters: ModelParameters
     ) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]], ComputedTensors | None]:
-        """Return the model's tensors by name, the module dictionaries that hold them, and which
-        of them are computed.
+        """Return the model's tensors by name, their modules' dictionaries, and the computed ones.
 
         The parameters of FSDP1 units are not among them.
         """
@@ -391,19 +391,19 @@ class LiveStateReader:
             held = {name: holder[leaf] for name, (holder, leaf) in containers.items()}
             return held, containers, None
         clean = parameters.clean
-        told = self._model.state_dict(keep_vars=True)
-        cleaned = {clean(name): value for name, value in told.items()}
-        if len(cleaned) < len(told):
-            taken = Counter(map(clean, told)).most_common(1)[0][0]
+        entries = self._model.state_dict(keep_vars=True)
+        cleaned = {clean(name): value for name, value in entries.items()}
+        if len(cleaned) < len(entries):
+            taken = Counter(map(clean, entries)).most_common(1)[0][0]
             raise LayoutMismatch(
                 f"model/{taken}: a wrapper has a tensor of the same name as the module that it "
                 "wraps; rename one of them"
             )
-        return cleaned, _containers_by_name(self._model, clean), self._finder.find(told)
+        return cleaned, _containers_by_name(self._model, clean), self._finder.find(entries)
 
 
 def _rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
-    """Return what an optimizer's `state_dict` has beside slots and groups, or is about to get."""
+    """Return an optimizer's `state_dict` entries, had or expected, other than slots and groups."""
     pending = pending_of(optimizer)
     return rest_of(optimizer, parameters) if pending is None else pending.rest
 
@@ -411,7 +411,7 @@ def _rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
 def _divided(
     state: Mapping[str, Any], containers: Mapping[str, tuple[dict[str, Any], str]]
 ) -> tuple[dict[str, Any], dict[str, Json]]:
-    """Return a module's tensors, where they are made of others these, and what those are by key."""
+    """Return a module's tensors, composite ones as their parts, and the composites by key."""
     divided: dict[str, Any] = {}
     subclasses: dict[str, Json] = {}
     for name, value in state.items():

@@ -1,9 +1,9 @@
-"""Tensors that a module's `state_dict` computes, and how the module gets them back.
+"""Finds tensors that a module's `state_dict` computes, and loads them back into the module.
 
-Such are an extra state that is a tensor (Transformer Engine's), and what hooks make: weights in
+They are an extra state that is a tensor (Transformer Engine's), and results of hooks: weights in
 another data type or layout, parts of a packed one. They share no memory with the module, so that
 filling them changes nothing: once they are filled, the module's own `load_state_dict` takes them,
-with all that it has beside. What it does not take has to be as it is in the module already.
+with all its other entries. A tensor that it does not take has to be equal in the module already.
 
 A tensor is the module's memory if it shares that of a parameter or buffer, or if `state_dict`
 returns the same memory twice. An extra state never counts as such: `set_extra_state` is to have it.
@@ -45,14 +45,14 @@ _OF_TORCH = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "torch.fx.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedTensors:
-    """Holds what a module's `state_dict` returned, and which of it is not the module's memory.
+    """Holds the result of a module's `state_dict`, and the entries that it has computed.
 
     Attributes:
         model: the module.
-        entries: all that its `state_dict` returned.
+        entries: the result of its `state_dict`.
         names: names in `entries` of computed tensors that `load_state_dict` takes, by their keys.
         constants: names in `entries` of those that it does not take, by their keys.
-        optional: the names of which the module's own values do as well, with these.
+        optional: the names that may be missing, with the module's own values for them.
     """
 
     model: nn.Module
@@ -84,7 +84,7 @@ class ComputedTensors:
 
 
 class ComputedFinder:
-    """Finds what a module's `state_dict` computes, at every capture.
+    """Finds the tensors that a module's `state_dict` computes, at every capture.
 
     Args:
         model: the module.
@@ -97,10 +97,10 @@ class ComputedFinder:
         self._is_computed: dict[str, bool] = {}
 
     def find(self, state: Mapping[str, Any]) -> ComputedTensors | None:
-        """Return what of `state_dict(keep_vars=True)` is computed; None for nothing.
+        """Return the computed entries of `state_dict(keep_vars=True)`; None if there are none.
 
         Raises:
-            LayoutMismatch: `load_state_dict` does not take what is computed, and the module is
+            LayoutMismatch: `load_state_dict` does not take a computed entry, and the module is
                 trained, so that it may change.
         """
         memory = _memory_of(self._model)
@@ -196,13 +196,13 @@ def _check_equal(key: str, value: torch.Tensor, source: Source) -> None:
     if not is_same:
         raise LayoutMismatch(
             f"{key}: computed by state_dict() of the module, whose load_state_dict() does not take "
-            "it, and other in the source than here; make the module as it was made, or load its "
-            "tensors by the means of its package"
+            "it, and different in the source; make the module in the same way as before, or load "
+            "its tensors with its package's own functions"
         )
 
 
 class _Modules:
-    """The modules of a model by their names without wrappers, and what they take back."""
+    """The modules of a model by name without wrappers, and the entries that they take back."""
 
     def __init__(self, model: nn.Module, clean: Callable[[str], str]) -> None:
         self._by_path: dict[str, list[nn.Module]] = {}
@@ -218,7 +218,7 @@ class _Modules:
         )
 
     def takes(self, name: str) -> bool:
-        """Return whether `load_state_dict` takes an entry, as far as the classes tell."""
+        """Return whether `load_state_dict` takes an entry, as far as the classes show."""
         path, leaf = self._split(name)
         if leaf == _EXTRA_STATE:
             return any(is_overridden(m, "set_extra_state") for m in self._by_path[path])
@@ -231,7 +231,7 @@ class _Modules:
         )
 
     def check_frozen(self, name: str) -> None:
-        """Refuse an entry that nothing takes back of a module that is trained."""
+        """Refuse an entry of a trained module that nothing takes back."""
         path, _ = self._split(name)
         modules = self._by_path[path]
         if any(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
@@ -284,7 +284,7 @@ def _memory_of(model: nn.Module) -> Collection[object]:
 
 
 def _place_of(tensor: torch.Tensor) -> object:
-    """Return what tensors that share memory have alike; one without memory is alone."""
+    """Return a key that tensors sharing memory have in common; one without memory has its own."""
     local = local_of(tensor)
     if local.is_meta or type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return id(tensor)
@@ -292,7 +292,7 @@ def _place_of(tensor: torch.Tensor) -> object:
 
 
 def _has_same(again: object, value: torch.Tensor) -> bool:
-    """Return whether another call gave the same memory; both are alive, so that none is reused."""
+    """Return whether another call gave the same memory; both are alive, so neither is reused."""
     return again is value or (
         isinstance(again, torch.Tensor)
         and _place_of(again) == _place_of(value)

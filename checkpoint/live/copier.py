@@ -6,10 +6,10 @@ again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies by calls th
 GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is
 complete, not when the caller waits for it.
 
-That only the optimizer writes is checked: a copy during which a tensor's version counter has
-changed is torn, and is not sealed; nor is a copy of memory that is no longer the tensor's
-(`p.data = ...`). Writes through `.data`, of fused kernels of unknown optimizers, and of
-`torch._foreach_*` to DTensors are not detected.
+It checks that only the optimizer writes: a copy during which a tensor's version counter has changed
+is torn, and is not sealed. Nor is a copy of memory that is no longer the tensor's (`p.data = ...`).
+Writes through `.data`, of fused kernels of unknown optimizers, and of `torch._foreach_*` to
+DTensors are not detected.
 
 A shard is self-describing: its index, as JSON, follows its tensors' bytes. So a seal is one small
 message for any number of tensors, and a shard's bytes are sufficient to read it.
@@ -136,9 +136,9 @@ class Snapshotter:
             documents: the rest of the state; must not be changed until `wait` has returned.
             discard_uncommitted: the last snapshot can never be committed, because another rank did
                 not seal it.
-            agree: told in the copying thread whether the state was unchanged during the copy;
-                returns whether it was on all ranks. Needed for a step of which a snapshot was
-                taken before: none may seal the new one while another has the first one.
+            agree: called in the copying thread with whether the state was unchanged during the
+                copy; returns whether it was on all ranks. Needed for a step that already has a
+                snapshot: no rank may seal the new one while another has the first one.
 
         Raises:
             CheckpointError: the last copy failed.
@@ -255,7 +255,7 @@ class Snapshotter:
             changed = tuple(
                 compress(range(len(tensors)), map(operator.is_not, tensors, layout.tensors))
             )
-            if all(_is_alike(tensors[i], layout.tensors[i]) for i in changed):
+            if all(_is_same_place(tensors[i], layout.tensors[i]) for i in changed):
                 sources = list(layout.sources)
                 for i in changed:
                     sources[i] = tensors[i].data
@@ -273,7 +273,7 @@ class Snapshotter:
         return self._layout, self._layout.sources
 
     def _release(self, number: int) -> None:
-        """Let go of a buffer that is about to be unmapped: views would keep it mapped."""
+        """Release a buffer that is about to be unmapped: views would keep it mapped."""
         self._targets.pop(number, None)
         self._copies.unlock(number)
 
@@ -288,7 +288,7 @@ class Snapshotter:
         return views
 
 
-def _is_alike(new: LiveTensor, old: LiveTensor) -> bool:
+def _is_same_place(new: LiveTensor, old: LiveTensor) -> bool:
     """Return whether two tensors have the same place, and neither has an owner to watch."""
     return (
         new.owner is None

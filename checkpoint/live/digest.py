@@ -1,4 +1,4 @@
-"""Digests of this rank's training state, to compare replicas."""
+"""Computes digests of this rank's training state, to compare replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
 
 
 def layout_digest(tensors: Iterable[LiveTensor]) -> str:
-    """Return a name of which boxes of which tensors these are: equal on replicas only."""
+    """Return a name for this set of boxes of tensors: equal on replicas only."""
     boxes = sorted(
         [tensor.key, tensor.dtype, tensor.global_shape, tensor.box.offset, tensor.box.shape]
         for tensor in tensors

@@ -32,9 +32,10 @@ _STAGING_NBYTES = 256 * 2**20
 class Fill:
     """A live tensor to fill from a source's tensor of this data type.
 
-    `tensor` has the key, and if need be the order of dimensions, of the source's. `box` is the part
-    of its box that the source has: all of it, or, for a tensor that is larger than in the source or
-    padded otherwise, a part; the rest is zeroed or kept. It is None if there is no such part.
+    `tensor` has the source's key and, if they differ, the source's order of dimensions. `box` is
+    the part of its box that the source has: all of it, or, for a tensor that is larger than in the
+    source or padded otherwise, a part; the rest is zeroed or kept. It is None if there is no such
+    part.
     """
 
     tensor: LiveTensor
@@ -44,7 +45,7 @@ class Fill:
 
     @property
     def nbytes(self) -> int:
-        """Size of what is read from the source."""
+        """Number of bytes to read from the source."""
         return self.box.size * self.itemsize if self.box else 0
 
     @property
@@ -87,7 +88,7 @@ class Fill:
             part.copy_(copyable(values.reshape(box.shape)))
 
     def zero_rest(self) -> None:
-        """Zero a tensor of which the source has only a part, before that is filled, if asked to."""
+        """Zero a tensor that the source has only in part, before it is filled, if asked to."""
         if self.zeroes_rest and self.box != self.tensor.box:
             with torch.no_grad():
                 copyable(self.tensor.data).zero_()

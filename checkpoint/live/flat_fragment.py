@@ -1,4 +1,4 @@
-"""Flat buffers of live state: 1-D tensors that hold a range of a larger tensor's elements."""
+"""Describes 1-D tensors of live state that hold a range of a larger tensor's elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepstep.checkpoint.live.tensors import LiveTensor, offset_nbytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatFragment:
-    """Says that a 1-D tensor is a range of the elements of a larger one, flattened in C order.
+    """A 1-D tensor that is a range of the elements of a larger one, flattened in C order.
 
     For frameworks that keep parameters in flat buffers of their own, such as DeepSpeed's ZeRO: put
     it into the state to save or load in place of a tensor.

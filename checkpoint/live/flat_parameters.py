@@ -1,9 +1,9 @@
-"""The flat parameters of FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`).
+"""Locates parameters in FSDP1's flat ones (`torch.distributed.fsdp.FullyShardedDataParallel`).
 
 FSDP1 puts the parameters of a unit one after the other into one flat tensor, pads it, and cuts it
-into equal shards. What of which parameter lies where in this rank's shard is read from the unit's
-handle; nothing is communicated. With `use_orig_params=True` optimizers hold 1-D views of the shard,
-one for each parameter; else they hold the shard itself.
+into equal shards. The ranges of parameters in this rank's shard are read from the unit's handle;
+nothing is communicated. With `use_orig_params=True` optimizers hold 1-D views of the shard, one for
+each parameter; else they hold the shard itself.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FlatUnit:
 
     Attributes:
         handle: FSDP1's handle of the flat parameter.
-        ranges: what this rank holds of each of the unit's parameters, in the flat parameter.
+        ranges: this rank's elements of each of the unit's parameters, in the flat parameter.
         tied: the further names of shared parameters, with their first names.
         places: the modules' dictionaries, by identity, and the names in them that the unit manages.
     """
@@ -99,9 +99,9 @@ class FlatUnit:
         return flat
 
     def holders(self) -> Iterator[tuple[torch.Tensor, tuple[HeldRange, ...]]]:
-        """Yield what optimizers hold as parameters, with the ranges of parameters in it.
+        """Yield the tensors that optimizers hold, with the ranges of parameters in them.
 
-        Writes to a parameter are counted by what an optimizer holds.
+        These tensors count the writes to a parameter.
         """
         originals: list[torch.Tensor] | None = flat_views(self.handle.flat_param)
         if originals is None:
@@ -132,8 +132,8 @@ def flat_units(model: nn.Module) -> tuple[FlatUnit, ...]:
 def reshard(model: nn.Module, units: Iterable[FlatUnit]) -> None:
     """Make FSDP's units free the whole parameters that they have gathered.
 
-    After a forward pass without a backward one, as of an evaluation, some have not. Then a module
-    has other parameters than its optimizer, and would go on computing with what was gathered after
+    After a forward pass without a backward one, as in an evaluation, some have not. Then a module
+    has other parameters than its optimizer, and would go on computing with the gathered ones after
     its shards are filled. It is done on this rank alone.
 
     Args:
@@ -154,7 +154,7 @@ def reshard(model: nn.Module, units: Iterable[FlatUnit]) -> None:
 def unmanaged_containers(
     model: nn.Module, units: tuple[FlatUnit, ...]
 ) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return where the tensors that belong to no unit are, by their names in a `state_dict`.
+    """Return the places of tensors that belong to no unit, by their names in a `state_dict`.
 
     A `state_dict` of FSDP1 would gather all parameters.
 

@@ -1,4 +1,4 @@
-"""Names of a model's parameters, and what an optimizer's parameter and its slots are of them."""
+"""Names a model's parameters, and locates an optimizer's parameters and slots in them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, pla
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
-    """Return what takes the names of modules that only wrap another one out of a name.
+    """Return a function that removes the names of wrapper modules from a name.
 
-    Such are those of data parallelism, FSDP1, `torch.compile` and activation checkpointing.
+    Wrappers are those of data parallelism, FSDP1, `torch.compile` and activation checkpointing.
 
     Args:
         model: the model, whose tensors' and modules' names are cleaned.
@@ -43,10 +43,10 @@ def name_cleaner(model: nn.Module) -> Callable[[str], str]:
 
 
 class ModelParameters:
-    """The parameters of a model, by the identity of what optimizers hold.
+    """The parameters of a model, by the identity of the tensors that optimizers hold.
 
     Nearly always an optimizer holds a parameter of the model. With FSDP1 it holds a flat piece of
-    one, or a flat piece of many one after the other. Units of FSDP free what they have gathered:
+    one, or a flat piece of many one after the other. Units of FSDP free their gathered parameters:
     optimizers hold the shards.
 
     Args:
@@ -86,7 +86,7 @@ class ModelParameters:
     def names(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Return the names of the parameters that an optimizer's parameter has elements of.
 
-        With FSDP1 these are also the names of those of which this rank has no elements.
+        With FSDP1 these include parameters without elements on this rank.
 
         Raises:
             LayoutMismatch: the model has no such parameter.
@@ -148,14 +148,14 @@ class ModelParameters:
                 for name in names:
                     if owners.setdefault(name, optimizer) is not optimizer:
                         raise LayoutMismatch(
-                            f"{name} is a parameter of two optimizers, and what they know of it "
-                            "would be stored under the same name; give it to one of them"
+                            f"{name} is a parameter of two optimizers, and both would store their "
+                            "state of it under the same name; give it to one of them"
                         )
                 groups.append((optimizer, group, names))
         return groups
 
     def shapes(self, parameter: torch.Tensor) -> Mapping[str, tuple[int, ...]]:
-        """Return the unsharded shapes, by name, of the parameters that this rank has elements of.
+        """Return the unsharded shapes, by name, of the parameters with elements on this rank.
 
         A rank without elements keeps no slots of a parameter: it does not update them. Raises as
         `names` does.

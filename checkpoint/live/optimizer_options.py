@@ -1,4 +1,4 @@
-"""Optimizer state that is not tensors: hyperparameters and numbers, keyed by parameter names."""
+"""Captures and restores optimizer state other than tensors: hyperparameters and numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Json
 def restore_options(
     model: nn.Module, optimizers: Sequence[Optimizer], documents: Mapping[str, Json]
 ) -> None:
-    """Restore what optimizers have beside tensors of parameters, by parameter names.
+    """Restore optimizers' state other than tensors of parameters, by parameter names.
 
     These are hyperparameters, slots that are no tensors, and the rest of their `state_dict`, which
     `allocate` has prepared.
@@ -60,7 +60,7 @@ def restore_options(
 
     Raises:
         LayoutMismatch: a group has parameters that were saved in groups with different options, or
-            an optimizer does not take what it had.
+            an optimizer does not take its former state.
     """
     parameters = ModelParameters(model)
     stored = {
@@ -137,7 +137,7 @@ def _set_options(group: dict[str, Any], stored: Mapping[str, Json]) -> None:
 
 
 def _set_values(slots: dict[str, Any], stored: Mapping[str, Json], decoder: Decoder) -> None:
-    """Set the slots of a parameter that are no tensors, but may have some inside."""
+    """Set the slots of a parameter that are no tensors, but may contain some."""
     values = {slot: decoder.decode(encoded) for slot, encoded in stored.items() if slot != REST}
     for slot, encoded in stored.items():
         if slot != REST:
@@ -147,7 +147,7 @@ def _set_values(slots: dict[str, Any], stored: Mapping[str, Json], decoder: Deco
 
 
 def obstacle_to_json(value: Any) -> str | None:
-    """Return what of a value cannot be stored in a document, in words; None if all of it can."""
+    """Return the part of a value that cannot be stored in a document, in words; None if all can."""
     if isinstance(value, str):
         return None if is_text(value) else f"{value!a}, half of a surrogate pair,"
     if value is None or isinstance(value, bool | int | float):

@@ -1,9 +1,9 @@
-"""Captures and restores an optimizer's state beside the slots of parameters and the groups.
+"""Captures and restores an optimizer's state other than the slots of parameters and the groups.
 
-Such are entries of `state` that are keyed by no parameter, numbers of a subclass's own, and all
-that an optimizer around another one keeps. It is stored as the slot `state_dict` of the optimizer's
-first parameter, with the names of all of them in their order, for it may count them. What a
-`state_dict` says, the optimizer's own `load_state_dict` gets back.
+It has entries of `state` that are keyed by no parameter, numbers of a subclass's own, and the whole
+state of an optimizer around another one. It is stored as the slot `state_dict` of the optimizer's
+first parameter, with the names of all of them in their order, for it may count them. The
+optimizer's own `load_state_dict` gets back the content of its `state_dict`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Holds what is stored of an optimizer's `state_dict` beside slots and groups.
+    """The stored part of an optimizer's `state_dict` other than slots and groups.
 
     Attributes:
-        document: what is no tensor, as JSON.
+        document: the entries that are no tensors, as JSON.
         tensors: the tensors in it, by the names of the slots of the first parameter.
         is_whole: whether it is all of the `state_dict`, slots included.
     """
@@ -48,9 +48,9 @@ class Rest:
 
 @dataclass(slots=True)
 class PendingRest:
-    """A rest whose tensors are to be filled; lies among the slots of the first parameter.
+    """A rest whose tensors are to be filled; it is among the slots of the first parameter.
 
-    There it is taken back with them if the load fails.
+    There it is removed with them if the load fails.
     """
 
     rest: Rest
@@ -87,30 +87,30 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):
         raise LayoutMismatch(
-            f"{type(optimizer).__name__} has no param_groups, so that nothing tells which "
-            "parameters it has; pass the optimizer that it is made of, or leave it out"
+            f"{type(optimizer).__name__} has no param_groups, so that its parameters are not "
+            "known; pass the optimizer that it is made of, or leave it out"
         )
     return list(chain.from_iterable(group["params"] for group in groups))
 
 
 def rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
-    """Return what an optimizer's `state_dict` has beside slots and groups; None for nothing.
+    """Return an optimizer's `state_dict` entries other than slots and groups; None without any.
 
     Raises:
         LayoutMismatch: part of it cannot be stored; the message names it.
     """
     members = parameters_of(optimizer)
     if tells_its_state(optimizer):
-        told: object = optimizer.state_dict()
-        if not isinstance(told, Mapping):
+        state_dict: object = optimizer.state_dict()
+        if not isinstance(state_dict, Mapping):
             raise LayoutMismatch(
-                f"the state_dict of {type(optimizer).__name__} is of type {type(told).__name__}, "
-                "and no mapping; leave the optimizer out"
+                f"the state_dict of {type(optimizer).__name__} is of type "
+                f"{type(state_dict).__name__}, and no mapping; leave the optimizer out"
             )
-        is_whole = not isinstance(told.get(_STATE), Mapping) or not isinstance(
-            told.get(_GROUPS), list
+        is_whole = not isinstance(state_dict.get(_STATE), Mapping) or not isinstance(
+            state_dict.get(_GROUPS), list
         )
-        tree = dict(told) if is_whole else _unexplained(told, optimizer, members)
+        tree = dict(state_dict) if is_whole else _unexplained(state_dict, optimizer, members)
     else:
         is_whole = False
         entries = {
@@ -123,8 +123,8 @@ def rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
         return None
     if not members:
         raise LayoutMismatch(
-            f"{type(optimizer).__name__} has state but no parameters, after one of which it would "
-            "be named; leave the optimizer out"
+            f"{type(optimizer).__name__} has state but no parameter to name it after; leave the "
+            "optimizer out"
         )
     encoder = SlotEncoder(
         f"{first_name(optimizer, parameters)}/{REST}", parameters, members[0], optimizer
@@ -138,14 +138,14 @@ def rest_of(optimizer: Optimizer, parameters: ModelParameters) -> Rest | None:
 
 
 def _unexplained(
-    told: Mapping[str, Any], optimizer: Optimizer, members: Sequence[torch.Tensor]
+    state_dict: Mapping[str, Any], optimizer: Optimizer, members: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """Return what of a `state_dict` is not in the slots and groups that are stored anyway."""
+    """Return the entries of a `state_dict` that are not in the stored slots and groups."""
     slots = dict(parameter_slots(optimizer))
-    rest = {key: value for key, value in told.items() if key not in (_STATE, _GROUPS)}
+    rest = {key: value for key, value in state_dict.items() if key not in (_STATE, _GROUPS)}
     state = {
         key: value
-        for key, value in told[_STATE].items()
+        for key, value in state_dict[_STATE].items()
         if not (
             isinstance(key, int)
             and key < len(members)
@@ -156,23 +156,23 @@ def _unexplained(
         {option: value for option, value in group.items() if option != "params"}
         for group in optimizer.param_groups
     ]
-    told_groups = [
+    own_groups = [
         {option: value for option, value in group.items() if option != "params"}
-        for group in told[_GROUPS]
+        for group in state_dict[_GROUPS]
     ]
     if state:
         rest[_STATE] = state
-    if len(groups) != len(told_groups) or not all(map(_has_same, told_groups, groups)):
-        rest[_GROUPS] = told[_GROUPS]
+    if len(groups) != len(own_groups) or not all(map(_has_same, own_groups, groups)):
+        rest[_GROUPS] = state_dict[_GROUPS]
     return rest
 
 
-def _has_same(told: Any, live: Mapping[str, Any]) -> bool:
+def _has_same(saved: Any, live: Mapping[str, Any]) -> bool:
     """Return whether a mapping has the same objects under the same names as another."""
     return (
-        isinstance(told, Mapping)
-        and told.keys() == live.keys()
-        and all(map(operator.is_, told.values(), (live[key] for key in told)))
+        isinstance(saved, Mapping)
+        and saved.keys() == live.keys()
+        and all(map(operator.is_, saved.values(), (live[key] for key in saved)))
     )
 
 
@@ -186,7 +186,7 @@ def _names(optimizer: Optimizer, parameters: ModelParameters) -> list[str]:
 
 
 def pending_of(optimizer: Optimizer) -> PendingRest | None:
-    """Return the rest that an optimizer is to be given once its tensors are filled, if any."""
+    """Return the rest that an optimizer is to get once its tensors are filled, if any."""
     members = parameters_of(optimizer)
     if not members:
         return None
@@ -220,16 +220,16 @@ def check_fits(optimizer: Optimizer, parameters: ModelParameters, document: Json
     )
     raise LayoutMismatch(
         f"the state_dict of {type(optimizer).__name__} has more than slots of parameters, and was "
-        f"saved with other parameters or in another order: {how}; make it as it was made"
+        f"saved with other parameters or in another order: {how}; make it in the same way as before"
     )
 
 
 def load_rest(optimizer: Optimizer, parameters: ModelParameters) -> None:
-    """Give an optimizer whose slots and groups are restored the rest, by its `load_state_dict`.
+    """Load the rest into an optimizer with restored slots and groups, by `load_state_dict`.
 
-    Slots keep the data types that they have, to which torch's own would convert them. Where there
-    is no rest and no `load_state_dict` but torch's, its `__setstate__` is called alone, as torch's
-    does, which brings the state of older releases up to date.
+    Slots keep the data types that they have, to which torch's own would convert them. Without a
+    rest and with torch's own `load_state_dict`, only `__setstate__` is called, as torch does: it
+    brings the state of older releases up to date.
 
     Raises:
         LayoutMismatch: the optimizer did not take it.
@@ -250,7 +250,7 @@ def load_rest(optimizer: Optimizer, parameters: ModelParameters) -> None:
         _bring_up_to_date(optimizer)
         return
     elif tells_its_state(optimizer) and not _is_standard(optimizer):
-        # Nothing of it is in the source, as when an optimizer is loaded from a module's checkpoint.
+        # The source has none of it, as when an optimizer is loaded from a module's checkpoint.
         return
     before = {parameter: dict(kept) for parameter, kept in parameter_slots(optimizer)}
     groups = [dict(group) for group in optimizer.param_groups]
@@ -287,8 +287,8 @@ def load_rest(optimizer: Optimizer, parameters: ModelParameters) -> None:
 
 
 def _is_standard(optimizer: Optimizer) -> bool:
-    told: object = optimizer.state_dict()
-    return isinstance(told, Mapping) and {_STATE, _GROUPS} <= told.keys()
+    state_dict: object = optimizer.state_dict()
+    return isinstance(state_dict, Mapping) and {_STATE, _GROUPS} <= state_dict.keys()
 
 
 def _exact(stored: torch.Tensor, loaded: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where an optimizer keeps this rank's state.
+"""Locates the state that an optimizer keeps on this rank.
 
 `ZeroRedundancyOptimizer` gives each parameter to one rank, whose inner optimizer has its state; the
 outer one lists all parameters and has no state.
@@ -25,14 +25,14 @@ def slots_of(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
     state = getattr(_inner(optimizer), "state", None)
     if not isinstance(state, dict):
         raise LayoutMismatch(
-            f"{type(optimizer).__name__} has no state of its own that slots could be put into; "
-            "pass the optimizer that it is made of, or leave it out"
+            f"{type(optimizer).__name__} has no state of its own to put slots into; pass the "
+            "optimizer that it is made of, or leave it out"
         )
     return state
 
 
 def parameter_slots(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Yield the parameters that this rank keeps slots of, with these.
+    """Yield the parameters with slots on this rank, and the slots.
 
     Raises as `slots_of` does.
     """
@@ -53,7 +53,7 @@ def is_divided(optimizer: Optimizer) -> bool:
 
 
 def local_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups with the parameters only that this rank updates.
+    """Return the parameter groups, with only the parameters that this rank updates.
 
     Raises as `slots_of` does.
     """

@@ -1,8 +1,8 @@
-"""Compares what a source has for live tensors that share some of their elements.
+"""Compares a source's tensors for live ones that share some of their elements.
 
-Such are a fused weight and a slice of it under a name of its own, or a buffer that views a weight.
-They are filled one after the other, so that the last one wins: the source has to have the same
-elements for all. Tensors that are one memory as a whole are compared by
+Examples are a fused weight and a slice of it under a name of its own, or a buffer that views a
+weight. They are filled one after the other, so that the last one wins: the source has to have the
+same elements for all. Tensors that are one memory as a whole are compared by
 `keepstep.checkpoint.live.tied_names`, without filling anything.
 """
 
@@ -19,11 +19,11 @@ from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.live.fills import Fill, fill
 
 _ALIGNMENT = 16
-"""Of memory that is viewed as elements of any data type, in bytes."""
+"""Alignment, in bytes, of memory that is viewed as elements of any data type."""
 
 
 def check_overlaps(fills: Sequence[Fill], source: Source) -> None:
-    """Check that tensors that share elements are the same there in the source.
+    """Check that tensors that share elements have equal ones in the source.
 
     They are filled in a copy of their memory first. It reads them twice.
 
@@ -45,7 +45,7 @@ def check_overlaps(fills: Sequence[Fill], source: Source) -> None:
 
 
 def _overlapping(fills: Sequence[Fill]) -> Iterator[list[Fill]]:
-    """Yield the fills whose memory overlaps that of others, by groups that do not touch."""
+    """Yield the fills whose memory overlaps that of others, in disjoint groups."""
 
     def storage(item: Fill) -> int:
         return item.tensor.data.untyped_storage().data_ptr()
@@ -65,7 +65,7 @@ def _overlapping(fills: Sequence[Fill]) -> Iterator[list[Fill]]:
 
 
 def _of_several_views(group: list[Fill]) -> Iterator[list[Fill]]:
-    """Yield a group in which not all are the same memory as a whole."""
+    """Yield a group unless all its members are the same memory as a whole."""
     views = {
         (data.data_ptr(), data.dtype, data.shape, data.stride())
         for data in (item.tensor.data for item in group)
@@ -83,7 +83,7 @@ def _span(data: torch.Tensor) -> tuple[int, int]:
 
 
 def _in_a_copy(overlapping: Sequence[Fill]) -> list[Fill]:
-    """Return fills of a copy of the memory that these have, in which they share it alike."""
+    """Return fills of a copy of these fills' memory, shared in the same way."""
     spans = [_span(item.tensor.data) for item in overlapping]
     begin = min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT
     end = max(end for _, end in spans)
@@ -99,7 +99,7 @@ def _in_a_copy(overlapping: Sequence[Fill]) -> list[Fill]:
 
 
 def _view_of(copy: torch.Tensor, data: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return the view of a copied memory that a tensor is of the original, from `begin` on."""
+    """Return a tensor's view of a copy of its memory, which begins at `begin`."""
     offset = (data.storage_offset() * data.element_size() - begin) // data.element_size()
     return copy.view(data.dtype).as_strided(data.shape, data.stride(), offset)
 

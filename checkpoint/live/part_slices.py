@@ -1,4 +1,4 @@
-"""Tensors of fused parts: which are, and the boxes that slices of them are."""
+"""Finds tensors of fused parts, and the boxes of their slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of, off
 
 @dataclass(frozen=True, slots=True)
 class FusedTensors:
-    """Which tensors have fused parts that tensor parallelism slices one by one.
+    """The tensors with fused parts that tensor parallelism slices one by one.
 
     Args:
         descriptions: its members `parts` and `parts_mesh_axis`.
@@ -79,7 +79,7 @@ class FusedTensors:
             slot: the slot, which may have another shape.
 
         Raises:
-            LayoutMismatch: nobody can tell which elements this rank's slice of the slot is.
+            LayoutMismatch: the elements of this rank's slice of the slot are not known.
         """
         table = self.table(parameter_key)
         sliced = self._sliced_dimension(slot)
@@ -89,8 +89,8 @@ class FusedTensors:
             raise LayoutMismatch(
                 f"{key}: tensor parallelism slices dimension {sliced} of this slot of shape "
                 f"{tuple(slot.shape)}, and the fused parts of {parameter_key} are slices of "
-                f"dimension {table.axis}, of {parameter.shape[table.axis]} elements; which of them "
-                "the slot's are is not known. Replicate the slot, or leave the optimizer out"
+                f"dimension {table.axis}, of {parameter.shape[table.axis]} elements; how the slot "
+                "belongs to them is not known. Replicate the slot, or leave the optimizer out"
             )
         return self.describe(key, slot, parameter=parameter_key)
 
@@ -104,7 +104,7 @@ class FusedTensors:
         return tuple(shape)
 
     def _sliced_dimension(self, tensor: torch.Tensor) -> int | None:
-        """Return which dimension of a tensor the axis that slices parts splits; None for none."""
+        """Return the dimension of a tensor that the parts' mesh axis splits; None without one."""
         names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
         if (
             not isinstance(tensor, DTensor)
@@ -118,7 +118,7 @@ class FusedTensors:
         return None if dimension is None else int(dimension) % tensor.dim()
 
     def _slicing_axis(self, key: str, tensor: torch.Tensor, table: PartTable) -> int | None:
-        """Return which axis of its mesh slices a tensor's parts; None if none does."""
+        """Return the axis of its mesh that slices a tensor's parts; None without one."""
         if not isinstance(tensor, DTensor):
             return None
         splitting = [
@@ -129,8 +129,8 @@ class FusedTensors:
         names, mesh_axis = tensor.device_mesh.mesh_dim_names, self.descriptions.parts_mesh_axis
         if splitting and not names:
             raise LayoutMismatch(
-                f"{key}: has fused parts, and whether its mesh slices them or cuts rows as FSDP "
-                f"does is told by the name of the axis, {mesh_axis!r}; make the mesh with "
+                f"{key}: has fused parts, and only an axis named {mesh_axis!r} shows whether its "
+                "mesh slices them or cuts rows as FSDP does; make the mesh with "
                 "mesh_dim_names=(...)"
             )
         return next((axis for axis in splitting if names and names[axis] == mesh_axis), None)
@@ -156,7 +156,7 @@ def check_parts(stored: Json, live: Mapping[str, Json]) -> None:
 
 
 def _order(table: Json) -> str:
-    """Return in words what sets the order of a stored tensor's elements."""
+    """Return in words the order of a stored tensor's elements."""
     try:
         parts = ", ".join(f"{part['name']} {part['extent']}" for part in table["parts"])
         return f"[{parts}] of dimension {table['axis']} in {table['groups']} groups"

@@ -30,7 +30,7 @@ def local_box(
 
     Each sharded dimension is split as `torch.chunk` does: pieces of ceil(n / parts), the last ones
     smaller or empty. Mesh axes split from left to right. A strided shard (FSDP over tensor
-    parallelism) splits each of the `split_factor` pieces of what it finds. If the axes to its right
+    parallelism) splits each of the `split_factor` pieces that it finds. If the axes to its right
     make as many, it was applied after them, to the piece that each rank had then.
 
     Args:
@@ -40,7 +40,7 @@ def local_box(
         placements: one per mesh axis.
 
     Raises:
-        LayoutMismatch: what the rank holds is not one box, such as a pending sum (`Partial`).
+        LayoutMismatch: the rank's elements are not one box, such as a pending sum (`Partial`).
     """
     # A model has many tensors of few shapes, and every save asks for each. Types are compared, too:
     # whether a shard and a strided shard of the same dimension are equal is up to PyTorch.
@@ -83,7 +83,7 @@ def local_boxes_of_parts(
     """Return the boxes of a tensor of fused parts that one rank holds, in their local order.
 
     Locally they lie one after the other along the fused dimension. Every part is sliced by one mesh
-    axis, tensor parallelism's; others split what that has left, as FSDP does.
+    axis, tensor parallelism's; others split the results, as FSDP does.
 
     Args:
         shape: the tensor's shape as torch has it, in which the ranks' shards are put together.
@@ -91,7 +91,7 @@ def local_boxes_of_parts(
         coordinate: as for `local_box`.
         placements: as for `local_box`.
         table: the parts; it gives the extent of the unsharded dimension.
-        mesh_axis: which mesh axis slices the parts.
+        mesh_axis: the mesh axis that slices the parts.
 
     Raises:
         LayoutMismatch: a part cannot be cut evenly, the shape contradicts the table, or another
@@ -139,7 +139,7 @@ def local_boxes_of_parts(
 class _Split(NamedTuple):
     """A mesh axis that splits a dimension into `parts`, and this rank's place along it.
 
-    `factor` is the number of pieces of which each is split; 1 for a plain shard.
+    `factor` is the number of pieces that are split one by one; 1 for a plain shard.
     """
 
     parts: int
@@ -154,7 +154,7 @@ def _splits(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> list[list[_Split]]:
-    """Return what splits each dimension, from the left to the right of the mesh's axes."""
+    """Return the splits of each dimension, from the left to the right of the mesh's axes."""
     splits: list[list[_Split]] = [[] for _ in range(dimensions)]
     for axis, (parts, number, placement) in enumerate(
         zip(mesh_shape, coordinate, placements, strict=True)
@@ -172,14 +172,14 @@ def _splits(
 
 
 def _dimension(placement: Placement, dimensions: int) -> int | None:
-    """Return which dimension of a tensor a placement splits; None if it splits none."""
+    """Return the dimension of a tensor that a placement splits; None if it splits none."""
     if isinstance(placement, (Shard, strided_shard())):
         return int(placement.dim % dimensions)
     return None
 
 
 def _pieces(extent: range, splits: Sequence[_Split]) -> list[range]:
-    """Return what a rank holds of a dimension, in ascending order; one empty range for nothing."""
+    """Return a rank's ranges of a dimension, in ascending order; one empty range for none."""
     if _are_from_right_to_left(splits):
         for split in _in_order_of_application(splits):
             extent = _chunk(extent, split.parts, split.number)
@@ -209,7 +209,7 @@ def _in_order_of_application(splits: Sequence[_Split]) -> list[_Split]:
 
 
 def _chunk(extent: range, parts: int, number: int) -> range:
-    """Return one piece as `torch.chunk` makes them, an empty one behind the last."""
+    """Return one piece as `torch.chunk` makes it, an empty one after the last."""
     size = ceil_div(len(extent), parts)
     start = min(extent.start + size * number, extent.stop)
     return range(start, min(start + size, extent.stop))

@@ -1,6 +1,6 @@
-"""Documents about a state as a whole: where it comes from, and its model's configuration.
+"""Makes documents about a state as a whole: its provenance, and its model's configuration.
 
-Nothing that is loaded depends on them.
+No load depends on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 
 
 def provenance(tensors: Iterable[torch.Tensor], *, world_size: int, now: datetime) -> Json:
-    """Return the document that says where a state comes from.
+    """Return the document about the provenance of a state.
 
     Args:
         tensors: the state's own, which may be DTensors; the axes of their meshes are named.

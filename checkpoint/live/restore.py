@@ -1,7 +1,7 @@
-"""Plans what a source fills of a live state, after a check that it fits.
+"""Plans the fills of a live state from a source, after a check that it fits.
 
-Missing optimizer slots are made before (`allocation`). What is planned is then filled by each rank
-for itself (`fills`), or by all ranks together (`keepstep.checkpoint.ranks.shared_restore`).
+Missing optimizer slots are created before (`allocation`). The planned fills are then done by each
+rank for itself (`fills`), or by all ranks together (`keepstep.checkpoint.ranks.shared_restore`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keepstep.checkpoint.live.tensors import (
 from keepstep.checkpoint.live.tied_names import differing_names
 
 
-# Elements that a slot may have whatever its parameter's shape, such as tables for quantization.
+# Elements that a slot may have with any shape of its parameter, such as tables for quantization.
 def plan_fills(
     state: LiveState,
     source: Source,
@@ -42,17 +42,17 @@ def plan_fills(
     requested: Requested = ONLY_MODEL,
     resize: Collection[str] = (),
 ) -> list[Fill]:
-    """Return what a source fills of live tensors, after a check that it fits.
+    """Return the fills of live tensors from a source, after a check that it fits.
 
     Args:
         state: the state to fill, from `LiveStateReader.capture` after `allocate`.
         source: the state to read.
-        strict: refuse a source that lacks what the state has, that is known to have under the
-            requested names what the state does not take, or that has different tensors under names
-            that are one tensor here; otherwise fill the tensors that both have.
+        strict: refuse a source that lacks a name of the state, that is known to have requested
+            names which the state does not take, or that has different tensors under names that are
+            one tensor here. Otherwise fill the tensors that both have.
         convert: convert tensors whose data type in the source is another; not those whose elements
             are two values, such as `torch.float4_e2m1fn_x2`.
-        requested: what the state asks for, and what other ranks take of it.
+        requested: the names that the state asks for, and those that other ranks take.
         resize: names of parameters that may be larger or smaller than in the source: the common
             part is filled, the rest is zero. The same holds for their optimizer state.
 
@@ -73,16 +73,16 @@ def plan_fills(
     ]
     if strict:
         problems += matched.differences(state, source, requested)
-        # Reads tensors: only where what is known without fits.
+        # Reads tensors, so only if everything that is known without fits.
         problems += [] if problems else matched.differing_names(state, source)
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
-            "Pass strict=False to fill only what both have, convert=True to convert "
-            "data types where no value is lost but by rounding. Shapes must agree, except for the "
-            "padding of tensors whose logical shape is the same, see Descriptions(padding=...), "
-            "and for parameters named in resize=[...]"
+            "Pass strict=False to fill only the tensors that both have, convert=True to convert "
+            "data types where no value is lost except by rounding. Shapes must agree, except for "
+            "the padding of tensors whose logical shape is the same, see "
+            "Descriptions(padding=...), and for parameters named in resize=[...]"
         )
     _check_shared_numbers(state.tensors, source)
     fills: list[Fill] = []
@@ -95,7 +95,7 @@ def plan_fills(
             raise LayoutMismatch(
                 f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"
             )
-        assert origin.common is not None, "what does not fit was refused"
+        assert origin.common is not None, "tensors that do not fit were refused"
         filled = origin.in_its_terms(tensor)
         box = filled.box.intersect(origin.common)
         fills.append(Fill(filled, origin.spec.dtype, box, origin.zeroes_rest))
@@ -106,7 +106,7 @@ def plan_fills(
 def unmatched(
     state: LiveState, source: Source, requested: Requested, resize: Collection[str] = ()
 ) -> list[str]:
-    """Return what `plan_fills` would refuse if it were strict, one line for each difference.
+    """Return the differences for which a strict `plan_fills` would refuse, one per line.
 
     The arguments are those of `plan_fills`.
     """
@@ -119,7 +119,7 @@ def unmatched(
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """Live tensors by key, and what of a source fills each; boxes of one tensor agree in that."""
+    """Live tensors by key, and the source's tensor that fills each, with all its boxes."""
 
     by_key: Mapping[str, LiveTensor]
     origins: Mapping[str, Origin | None]

@@ -26,10 +26,10 @@ _NUMBER = 0
 
 
 class SharedBuffer:
-    """One buffer, mapped here and by whoever gets its descriptor. `close` frees it.
+    """One buffer, mapped here and by the process that gets its descriptor. `close` frees it.
 
-    A thread copies, from the first copy until `close`; that, `reserve` and the next copy wait for
-    it.
+    A thread copies, from the first copy until `close`; `close`, `reserve` and the next copy wait
+    for it.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class SharedBuffer:
         """Make the buffer ready for copies of this size from this device.
 
         Args:
-            nbytes: what is copied at most.
-            device: where tensors are.
+            nbytes: the most bytes of a copy.
+            device: of the tensors.
             available_nbytes: returns the memory that the system has left.
 
         Returns:
@@ -95,10 +95,11 @@ class SharedBuffer:
         return True
 
     def begin_copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> Future[None]:
-        """Begin to copy tensors to their places, once all queued before on their device is done.
+        """Begin to copy tensors to their places, after all earlier work on their device.
 
         Returns:
-            What is done when the copy is; its exception is a RuntimeError if the device has failed.
+            A future that is done with the copy; its exception is a RuntimeError if the device has
+            failed.
 
         Raises:
             RuntimeError: the device has failed, or the system starts no thread.
@@ -129,7 +130,7 @@ class SharedBuffer:
         self._arena.buffer[offset : offset + data.nbytes] = data
 
     def close(self) -> None:
-        """Free the memory, once the other process has let go of it too."""
+        """Free the memory, once the other process has released it too."""
         self._await_copy()
         if self._queue is not None:
             self._queue.put(None)
@@ -141,14 +142,14 @@ class SharedBuffer:
             arena.close()
 
     def _await_copy(self) -> None:
-        """Wait until nothing is written to the memory; whether that went well is the caller's."""
+        """Wait until nothing is written to the memory; the caller looks at the outcome."""
         if self._copying is not None:
             wait([self._copying])
             self._copying = None
 
 
 def _perform(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """Do one task after the other, until there is None. It keeps no task while it waits."""
+    """Run one task after the other, until there is None. It keeps no task while it waits."""
     while (task := tasks.get()) is not None:
         task()
         del task

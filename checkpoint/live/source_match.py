@@ -1,8 +1,8 @@
-"""What of a source fills a live tensor: the tensor of the same name, or another that stands for it.
+"""Finds the source's tensor that fills a live tensor: of the same name, or an equivalent one.
 
-A further name of tied weights is filled from the first one, and a parameter whose data type is
-wider than stored from its master, exactly. Tensors that are padded are filled as far as they are
-not, whatever the paddings.
+A further name of tied weights is filled from the first one. A parameter whose data type is wider
+than stored is filled from its master, exactly. Tensors that are padded are filled as far as they
+are not, whatever the paddings.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Origin:
         key: its key.
         spec: its data type and shape.
         is_transposed: whether it is the transpose of the live tensor.
-        common: what of it fills the live tensor; None if the shapes do not fit.
+        common: the part of it that fills the live tensor; None if the shapes do not fit.
         zeroes_rest: whether the rest of the live tensor becomes zero; otherwise it is kept.
-        contradiction: what else does not fit, in words; None if nothing.
+        contradiction: another reason why it does not fit, in words; None without one.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Origin:
     contradiction: str | None = None
 
     def in_its_terms(self, tensor: LiveTensor) -> LiveTensor:
-        """Return a box of the live tensor as one of the source's tensor."""
+        """Return a box of the live tensor in coordinates of the source's tensor."""
         if not self.is_transposed:
             return tensor if tensor.key == self.key else replace(tensor, key=self.key)
         return replace(
@@ -62,15 +62,15 @@ class Origin:
 
 
 class SourceMatcher:
-    """Finds what of a source fills the tensors of a live state.
+    """Finds the tensors of a source that fill those of a live state.
 
-    A source in memory asks all who hold a part of it for a document that nobody has. So documents
-    are looked up only where they can make a difference.
+    A source in memory asks all holders of a part for a document that none has. So documents are
+    looked up only where they can make a difference.
 
     Args:
         state: the state to fill.
         source: the state to read.
-        resize: names of parameters of which whatever part is common may be filled.
+        resize: names of parameters whose common part alone may be filled.
     """
 
     def __init__(self, state: LiveState, source: Source, resize: Collection[str] = ()) -> None:
@@ -87,9 +87,9 @@ class SourceMatcher:
         self._live_shapes = {tensor.key: tensor.global_shape for tensor in state.tensors}
 
     def find(self, tensor: LiveTensor) -> Origin | None:
-        """Return the tensor of the source that fills a live one; None if it has none.
+        """Return the tensor of the source that fills a live one; None without one.
 
-        Of several boxes of a live tensor any does.
+        Any of several boxes of a live tensor will do.
         """
         key, is_transposed = tensor.key, False
         spec = self._source.tensors.get(key)
@@ -110,7 +110,7 @@ class SourceMatcher:
     def _scaled(self, origin: Origin, tensor: LiveTensor) -> str | None:
         """Return why a tensor of another data type is not converted: its elements have scales.
 
-        If they have in the source and in the model, they mean the same in both.
+        If they have scales in the source and in the model, they mean the same in both.
         """
         if origin.spec.dtype == tensor.dtype:
             return None
@@ -130,7 +130,7 @@ class SourceMatcher:
         return None
 
     def _tie(self, key: str) -> Tie | None:
-        """Return the tensor that one that the source lacks is another name of; None without."""
+        """Return the tensor of which a tensor missing in the source is another name, else None."""
         document: Json = self._source.documents.get(TIED)
         parameter = parameter_of(key)
         if parameter == key:
@@ -142,8 +142,8 @@ class SourceMatcher:
     def _transposed_slot(self, key: str, spec: TensorSpec, tensor: LiveTensor) -> Origin:
         """Return a slot of a parameter that is stored as its transpose.
 
-        That of the parameter's shape is its transpose as well, and a number stays one. Of others
-        nothing is known.
+        A slot of the parameter's shape is its transpose as well, and a number stays one. Others are
+        not known.
         """
         stored = self._source.tensors.get(parameter_of(key))
         has_parameter_shape = stored is not None and stored.shape == spec.shape
@@ -156,7 +156,7 @@ class SourceMatcher:
         return origin if contradiction else self._fitted(origin, tensor)
 
     def _or_master(self, key: str, spec: TensorSpec, tensor: LiveTensor) -> tuple[str, TensorSpec]:
-        """Return a parameter's master if it has the live data type and the parameter has not."""
+        """Return a parameter's master if that has the live data type and the parameter has not."""
         if not key.startswith(MODEL_PREFIX) or not is_wider(tensor.dtype, spec.dtype):
             return key, spec
         master = master_of(self._source.documents.get(MASTERS), key)
@@ -168,14 +168,14 @@ class SourceMatcher:
         return master.key, master_spec
 
     def _fitted(self, origin: Origin, tensor: LiveTensor) -> Origin:
-        """Return an origin with what of it fills a live tensor."""
+        """Return an origin with the part that fills a live tensor."""
         order = slice(None, None, -1 if origin.is_transposed else 1)
         stored, live = origin.spec.shape, tensor.global_shape[order]
         parameter = parameter_of(tensor.key)
         described = logical_shape_of(self._live_padding, parameter)
         live_logical = None if described is None else described[order]
         if stored == live:
-            # Padding is filled too: what was trained there goes on.
+            # Padding is filled too: values that were trained there continue.
             contradiction = None
             if live_logical is not None and tensor.key == parameter:
                 contradiction = self._contradiction(origin, live_logical)
@@ -183,8 +183,9 @@ class SourceMatcher:
         if self._has_parameter_shape(origin, tensor):
             logical = self._stored_logical(origin) or stored
             if logical == (live_logical or live):
-                # What the module has in its padding stays. A slot there becomes that of elements
-                # that were never updated, unless it is the parameter itself in a wider type.
+                # The module's values in its padding stay. A slot's values there become those of
+                # elements that were never updated, unless the slot is the parameter itself in a
+                # wider type.
                 is_kept = tensor.key == parameter or self._is_master(tensor.key, parameter)
                 return replace(origin, common=Box.whole(logical), zeroes_rest=not is_kept)
         if parameter.removeprefix(MODEL_PREFIX) in self._resize and len(stored) == len(live):

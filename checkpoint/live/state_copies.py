@@ -1,12 +1,12 @@
 """Copies tensors into mapped buffers: on the host past its caches, from a GPU by its own stream.
 
-A GPU copies without the host, and beside its kernels, only into page-locked memory; so a buffer is
-locked once, when it is first used. Locking takes time for each page, and holds locks of the driver
-that delay launches: the pages get their memory before, in parallel, and are huge where the system
-has huge pages.
+A GPU copies without the host, and in parallel with its kernels, only into page-locked memory; so a
+buffer is locked once, when it is first used. Locking takes time for each page, and holds locks of
+the driver that delay launches: the pages get their memory before, in parallel, and are huge where
+the system has huge pages.
 
-What belongs to a thread in CUDA is the current device. In a new thread that is the first GPU, and
-using it there would make a context on it for every worker of the node: `bind` comes first.
+The current device in CUDA belongs to a thread. In a new thread it is the first GPU, and using it
+there would make a context on it for every worker of the node: `bind` comes first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOCK_ERRORS = {
 
 
 class StateCopies(Protocol):
-    """Copies from the device that the state is on. `mark` apart, one thread at a time calls it."""
+    """Copies from the state's device. Except for `mark`, one thread at a time calls it."""
 
     def bind(self) -> None:
         """Prepare the calling thread."""
@@ -51,11 +51,11 @@ class StateCopies(Protocol):
         ...
 
     def unlock(self, number: int) -> None:
-        """Let go of a buffer, before it is unmapped."""
+        """Release a buffer, before it is unmapped."""
         ...
 
     def close(self) -> None:
-        """Let go of all buffers."""
+        """Release all buffers."""
         ...
 
     def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
@@ -67,8 +67,8 @@ class StateCopies(Protocol):
             after: the mark after which their values are the state.
 
         Returns:
-            What does the rest, in any thread that is bound, and returns when all is done. It raises
-            as this does.
+            A function that does the rest, in any bound thread, and returns when all is done. It
+            raises as this does.
 
         Raises:
             RuntimeError: the device has failed.
@@ -77,7 +77,7 @@ class StateCopies(Protocol):
 
 
 def copies_from(device: torch.device) -> StateCopies:
-    """Return what copies from a device."""
+    """Return the copier for a device."""
     return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
@@ -88,7 +88,7 @@ class HostCopies:
         """Nothing is needed."""
 
     def mark(self) -> object:
-        """Return nothing: what the host has called is done."""
+        """Return nothing: the host's calls are synchronous."""
         return None
 
     def lock(self, number: int, arena: Arena) -> None:
@@ -101,12 +101,12 @@ class HostCopies:
         """Nothing is needed."""
 
     def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
-        """Return what copies each source into its target."""
+        """Return a function that copies each source into its target."""
         return partial(copy_tensors, targets, sources)
 
 
 class CudaCopies:
-    """Copies from a GPU on a side stream of low priority, beside the next step's kernels.
+    """Copies from a GPU on a side stream of low priority, in parallel with the next step's kernels.
 
     A target that is not contiguous as its source is costs memory of the GPU for a contiguous copy.
     """
@@ -157,7 +157,7 @@ class CudaCopies:
             self.unlock(number)
 
     def begin(self, targets: Tensors, sources: Tensors, after: object) -> Callable[[], None]:
-        """Queue the copies from the device; return what copies the rest, and waits for all.
+        """Queue the copies from the device; return a function that does the rest and waits.
 
         A thread of its own would have to wait for the GIL to queue each.
 
@@ -189,9 +189,9 @@ class CudaCopies:
         sources: Tensors,
         others: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Copy what is on other devices, and wait; `sources` live until the stream has read them.
+        """Copy tensors of other devices, and wait; `sources` live until the stream has read them.
 
-        What comes from another GPU is ordered by that one's streams, so that the host waits for it.
+        Copies from another GPU are ordered by that one's streams, so the host waits for them.
         """
         try:
             host = [pair for pair in others if pair[1].device.type == "cpu"]

@@ -41,7 +41,7 @@ StateMapping = Mapping[str, object]
 
 
 def modules_of(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
-    """Return the state's module with its optimizers, or nothing if it has no module.
+    """Return the state's module with its optimizers; None if it has no module.
 
     Raises:
         LayoutMismatch: the state has several modules, or an optimizer without a module.
@@ -61,7 +61,7 @@ def modules_of(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
 
 
 def optimizer_orders(state: StateMapping) -> LiveOrders:
-    """Return in what order the state's optimizers have their parameters.
+    """Return the order of parameters in the state's optimizers.
 
     Those that hold flat pieces of several parameters, as with FSDP1, are not among them.
     """
@@ -87,7 +87,7 @@ def capture(
 
     Args:
         state: the state.
-        descriptions: what its tensors are.
+        descriptions: of its tensors.
         config: the model's configuration, as JSON; None for none.
 
     Raises:
@@ -102,7 +102,7 @@ def capture(
     documents: dict[str, Json] = {}
     computed = None
     for model, optimizers in modules:
-        captured = LiveStateReader(model, optimizers, descriptions).capture(beside=tensors)
+        captured = LiveStateReader(model, optimizers, descriptions).capture(other_tensors=tensors)
         tensors = [*captured.tensors, *tensors]
         documents.update(captured.documents)
         computed = captured.computed
@@ -117,7 +117,7 @@ def capture(
 
 
 def requested_by(state: StateMapping) -> Requested:
-    """Return what a state asks a checkpoint for: all that lies under its top-level names.
+    """Return the names that a state asks a checkpoint for: everything under its top-level names.
 
     Raises:
         LayoutMismatch: the state has several modules, or an optimizer without a module, or with
@@ -127,7 +127,7 @@ def requested_by(state: StateMapping) -> Requested:
         MODEL if isinstance(value, nn.Module) else OPTIMIZER if _is_optimizer(value) else name
         for name, value in state.items()
     }
-    # Another tool's file may have more of an optimizer, as values under its name there.
+    # Another tool's file may have further optimizer state, as values under its name there.
     names.update(name for name, value in state.items() if _is_optimizer(value))
     parameters: set[str] | None = None
     for model, optimizers in modules_of(state):

@@ -1,7 +1,7 @@
-"""Says which tensors can be stored: those whose memory holds their elements, one for each place.
+"""Checks that tensors can be stored: their memory holds their elements, one for each place.
 
-It is asked before anything is written or filled. Tensors that are made of others, such as sparse
-ones, have no such memory; PyTorch's own errors, which come later, name no tensor.
+The checks come before anything is written or filled. Tensors that are made of others, such as
+sparse ones, have no such memory; PyTorch's own errors, which come later, name no tensor.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def check_fillable(key: str, tensor: torch.Tensor) -> None:
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether elements of a tensor may be the same memory, as its strides tell.
+    """Return whether elements of a tensor may be the same memory, judging by its strides.
 
-    Each dimension has to step over all that those of smaller strides span. Few tensors whose
-    elements lie apart are taken for others: those of dimensions that are interleaved.
+    Each dimension has to step over the span of those with smaller strides. A few tensors without
+    shared elements are taken for others: those with interleaved dimensions.
     """
     if tensor.numel() == 0:
         return False
@@ -87,15 +87,15 @@ def may_overlap(tensor: torch.Tensor) -> bool:
 
 
 def is_made_of_tensors(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of a subclass that says of which others it is made.
+    """Return whether a tensor is of a subclass that names the tensors it is made of.
 
-    Such are torchao's quantized weights and optimizer states.
+    Examples are torchao's quantized weights and optimizer states.
     """
     return not isinstance(tensor, DTensor) and not tensor.is_nested and is_wrapper_subclass(tensor)
 
 
 def tensors_within(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a tensor is made of, with their names, such as `weight.scale`."""
+    """Yield the tensors that make up a tensor, with their names, such as `weight.scale`."""
     if not is_made_of_tensors(tensor):
         yield name, tensor
         return
@@ -104,7 +104,7 @@ def tensors_within(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
 
 
 def subclass_of(key: str, tensor: torch.Tensor) -> Json:
-    """Return the class of a tensor that is made of others, and what it says beside them.
+    """Return the class of a tensor that is made of others, and its context.
 
     Raises:
         LayoutMismatch: it has objects that are described by their addresses.
@@ -120,7 +120,7 @@ def subclass_of(key: str, tensor: torch.Tensor) -> Json:
 
 
 def check_subclasses(stored: Json, live: Mapping[str, Json]) -> None:
-    """Check that tensors that are made of others are so in the same way in a checkpoint.
+    """Check that tensors made of others are composed in the same way in a checkpoint.
 
     Raises:
         LayoutMismatch: one is of another class, or with another context; the message names it.
@@ -152,7 +152,7 @@ def _obstacle(tensor: torch.Tensor) -> str | None:
     if has_own_operations and not _has_memory(tensor):
         return (
             f"a {kind.__module__}.{kind.__qualname__} cannot be stored here: it is made of other "
-            "tensors; store these, or convert it to a plain tensor. Those that say of which "
+            "tensors; store these, or convert it to a plain tensor. Those that name them "
             "(__tensor_flatten__) are stored as weights of a module, and as slots of an optimizer "
             "of the same package, not sharded"
         )

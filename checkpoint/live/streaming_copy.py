@@ -1,9 +1,9 @@
 """Copies large tensors of the host by stores that bypass the processor's caches.
 
-A usual store reads the cache line that it overwrites, and takes the place of another: a third of
-what moves is in vain, and the data of training are gone from the caches. ISA-L's multiplication of
-a vector by a constant of GF(2^8) uses other stores; by one, it is a copy. The part `async` of
-`ops/bench/checkpoint.py` compares saves that copy so with PyTorch's copy alone.
+A usual store reads the cache line that it overwrites, and evicts another: a third of the traffic is
+wasted, and the data of training are gone from the caches. ISA-L's multiplication of a vector by a
+constant of GF(2^8) uses streaming stores; by one, it is a copy. The part `async` of
+`ops/bench/checkpoint.py` compares it with PyTorch's copy alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_NBYTES = 2**20
 """Smaller ones are copied together: each call of its own needs the GIL again."""
 
 _MOST_NBYTES = 2**30
-"""What one call copies; the kernel takes the length as an int."""
+"""Bytes that one call copies; the kernel takes the length as an int."""
 
 _ALIGNMENT = 32
 """Bytes: of both addresses, and of the length. The kernel's stores fault elsewhere."""
@@ -70,11 +70,11 @@ def _can_stream(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _stream(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy all but what is left over at the end; return how many bytes that is."""
+    """Copy all but a remainder at the end; return the number of copied bytes."""
     nbytes = source.nbytes - source.nbytes % _ALIGNMENT
     for offset in range(0, nbytes, _MOST_NBYTES):
         # Other threads may see these stores late. The lock of the GIL, which this thread takes
-        # next, orders them before whatever it tells others.
+        # next, orders them before its next message.
         failed = isal().gf_vect_mul(
             min(_MOST_NBYTES, nbytes - offset),
             _tables(),

@@ -1,8 +1,8 @@
-"""Writes tensors and small objects inside of an optimizer's values as JSON, and reads them.
+"""Writes tensors and small objects inside an optimizer's values as JSON, and reads them.
 
-A tensor is stored beside the slots of a parameter, or, of an optimizer's group, within the JSON.
-An object is its attributes, if its class is one of the package that the optimizer is of. To read
-it, no code of the class runs, and none is imported.
+A tensor is stored with the slots of a parameter; one in an optimizer's group is stored within the
+JSON. An object is stored as its attributes if its class belongs to the optimizer's package. Reading
+it runs no code of the class, and imports none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PARAMETER = "$parameter"
 _OBJECT = "$object"
 _SUBCLASS = "$subclass"
 _OWN_STATE = frozenset({"__slots__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"})
-"""Methods of classes whose objects are more than their attributes, or less."""
+"""Methods of classes whose objects are not simply their attributes."""
 
 _MOST_NBYTES = 1 << 20
 
@@ -71,7 +71,7 @@ class SlotEncoder:
         return encode_value(f"optim/{self._key}", value, self._other)
 
     def encode_tensor(self, tensor: torch.Tensor) -> Json:
-        """Return what is noted of a slot that is a tensor whose elements lie in another order."""
+        """Return the annotation of a slot that is a tensor whose elements lie in another order."""
         return {SLOT: {"name": self._slot, "strides": list(tensor.stride())}}
 
     def _other(self, name: str, value: object) -> Json:
@@ -112,7 +112,7 @@ class SlotEncoder:
         return {SLOT: noted}
 
     def divides(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is stored as those that it is made of."""
+        """Return whether a tensor is stored as the tensors that make it up."""
         return is_made_of_tensors(tensor) and _is_of_package(type(tensor), self._package)
 
     def _object(self, name: str, value: object) -> Json:
@@ -130,7 +130,7 @@ def _package_of(kind: type) -> str:
 
 
 def _is_of_package(kind: type, package: str) -> bool:
-    """Return whether a class is one of a package's own, and no package of Python or PyTorch."""
+    """Return whether a class belongs to a package other than Python's own and PyTorch."""
     return (
         package not in ("torch", "builtins")
         and "." not in kind.__qualname__
@@ -139,7 +139,7 @@ def _is_of_package(kind: type, package: str) -> bool:
 
 
 def _is_plain_class(kind: type, package: str) -> bool:
-    """Return whether a class is one of a package's own, whose objects are their attributes."""
+    """Return whether a class belongs to a package and its objects are simply their attributes."""
     classes = kind.__mro__[:-1]
     return (
         _is_of_package(kind, package)
@@ -149,7 +149,7 @@ def _is_plain_class(kind: type, package: str) -> bool:
 
 
 def has_other_strides(slot: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether the elements of a slot lie otherwise than in a slot that is made anew.
+    """Return whether the elements of a slot lie otherwise than in a new slot.
 
     The order decides how a product of matrices is rounded.
     """
@@ -161,7 +161,7 @@ def has_other_strides(slot: torch.Tensor, parameter: torch.Tensor) -> bool:
 def new_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, noted: Mapping[str, Json]
 ) -> torch.Tensor:
-    """Return a tensor of zeros for a slot of which an encoder has noted something.
+    """Return a tensor of zeros for a slot that an encoder has annotated.
 
     Strides that are wrong, or leave much memory unused, are not kept.
     """
@@ -184,7 +184,7 @@ def slot_decoder(
     parameter_named: Callable[[str], torch.Tensor],
     optimizer: Optimizer,
 ) -> Decoder:
-    """Return what decodes the values of a `SlotEncoder`.
+    """Return a decoder for the values of a `SlotEncoder`.
 
     Args:
         slots: the tensors, by the names of the slots that they were stored as.
@@ -286,7 +286,7 @@ def encode_option(name: str, value: object, parameter: torch.Tensor | None) -> J
 
 
 def option_decoder(device: torch.device) -> Decoder:
-    """Return what decodes hyperparameters, whose tensors get to a device."""
+    """Return a decoder for hyperparameters, which puts their tensors on a device."""
 
     def other(kind: str, content: Json) -> Any:
         if kind != TENSOR:

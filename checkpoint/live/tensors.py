@@ -1,4 +1,4 @@
-"""Live training state as named boxes: this rank's shards and their places in the global tensors.
+"""Represents live training state as named boxes: this rank's shards in the global tensors.
 
 No communication: a sharded tensor's box follows from its mesh and placements alone. Names are the
 format's: `model/<fqn>` for parameters and persistent buffers, `optim/<fqn>/<slot>` for optimizer
@@ -77,7 +77,7 @@ class LiveTensor:
         )
 
     def entry(self, byte_offset: int = 0) -> Entry:
-        """Return what this rank holds of the tensor, as bytes that begin at this place.
+        """Return the entry for this box, as bytes that begin at this place.
 
         Raises:
             LayoutMismatch: it is on the meta device, or the format cannot store its data type.
@@ -117,7 +117,7 @@ class LiveTensor:
 class LiveState:
     """The state of this rank: its tensors, and the documents that hold the rest.
 
-    `computed` are those of the tensors that are not the module's memory, if there are any.
+    `computed` holds the tensors that are not the module's memory, if there are any.
     """
 
     tensors: tuple[LiveTensor, ...]
@@ -126,7 +126,7 @@ class LiveState:
 
 
 def is_one_of_several() -> bool:
-    """Return whether other ranks may hold tensors of the state that this one has not."""
+    """Return whether other ranks may hold tensors of the state that this rank does not have."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -241,7 +241,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same elements of which `is_plain` holds; itself if it does already."""
+    """Return a plain tensor of the same elements (see `is_plain`); itself if it is plain."""
     if is_plain(tensor):
         return tensor
     copied = copyable(tensor).contiguous().cpu().resolve_conj().resolve_neg()
@@ -267,16 +267,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor's memory, 1-D. That of one element is plain with any stride."""
+    """Return a plain tensor's memory, 1-D. A single element is plain with any stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Return a sharded tensor with this rank's local shard, of the shape and placement of another.
 
-    What PyTorch makes of a whole DTensor (`zeros_like`) costs a millisecond for each new shape, in
-    which it finds out how the operation shards. `DTensor.from_local` records a view for autograd
-    and computes the placement anew, for every tensor.
+    PyTorch's operations on a whole DTensor (`zeros_like`) cost a millisecond for each new shape, to
+    find out how the operation shards. `DTensor.from_local` records a view for autograd and computes
+    the placement again, for every tensor.
 
     Args:
         tensor: gives the shape, the mesh and the placements.

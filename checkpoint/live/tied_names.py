@@ -1,4 +1,4 @@
-"""Compares the tensors of a source that go into one live tensor: only one of them can.
+"""Compares the tensors of a source that fill one live tensor: only one of them can.
 
 A model ties weights, or a state has one memory under two names. A source that has a tensor under
 each of these names may have different ones.
@@ -37,13 +37,13 @@ def differing_names(
 ) -> list[str]:
     """Return the further names of live tensors that differ in the source, in words, one a line.
 
-    Bits are compared, of what this rank holds. It reads both, in parts of 16 MiB.
+    It compares the bits of this rank's elements. It reads both, in parts of 16 MiB.
 
     Args:
         state: the live state.
-        source: what is read.
-        matcher: finds what fills a live tensor.
-        origins: what it has found, by the keys of live tensors.
+        source: the source to read.
+        matcher: finds the source's tensor for a live one.
+        origins: its results, by the keys of live tensors.
     """
     problems: dict[str, str] = {}
     for further in _further_names(state, source):
@@ -64,7 +64,7 @@ def differing_names(
 
 
 def _further_names(state: LiveState, source: Source) -> Iterator[_FurtherName]:
-    """Yield the live tensors of which a source has a tensor under a further name, too."""
+    """Yield the live tensors that a source has under a further name, too."""
     tied = state.documents.get(TIED) or {}
     aliases: dict[str, list[tuple[str, bool]]] = {}
     for alias in tied:
@@ -79,13 +79,13 @@ def _further_names(state: LiveState, source: Source) -> Iterator[_FurtherName]:
             key = alias
             if tensor.key != parameter:
                 key = slot_key(alias, tensor.key.rpartition("/")[2])
-            # A name that the state has a tensor of its own for is no further one.
+            # A name under which the state has a tensor of its own is no further one.
             if key in source.tensors and key not in shapes:
                 turns = is_transposed and shapes.get(parameter) == tensor.global_shape
                 alias_tensor = _transposed(tensor) if turns else tensor
                 yield _FurtherName(tensor, replace(alias_tensor, key=key), turns)
         data = tensor.data
-        # Numbers of optimizers that are one are compared apart.
+        # Shared numbers of optimizers are compared separately.
         is_number = tensor.key.startswith(OPTIMIZER_PREFIX) and not tensor.global_shape
         if data.numel() and data.data_ptr() and not is_number:
             memory = (data.data_ptr(), data.device, data.dtype, data.shape, data.stride())
@@ -104,7 +104,7 @@ def _transposed(tensor: LiveTensor) -> LiveTensor:
 
 
 def _are_equal(origin: Origin, other: Origin, further: _FurtherName, source: Source) -> bool:
-    """Return whether two tensors of a source have the same bits where one live box is."""
+    """Return whether two tensors of a source have the same bits in the place of one live box."""
     is_turned = further.is_transposed ^ origin.is_transposed ^ other.is_transposed
     shape = other.spec.shape[::-1] if is_turned else other.spec.shape
     if origin.spec.dtype != other.spec.dtype or origin.spec.shape != shape:

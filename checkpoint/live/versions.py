@@ -27,7 +27,7 @@ class WatchedTensors:
 
     @classmethod
     def of(cls, tensors: Iterable[LiveTensor]) -> Self:
-        """Return those of these tensors that can be watched: inference tensors count no writes."""
+        """Return the tensors that can be watched: inference tensors count no writes."""
         watched = [
             (tensor, tensor.owner)
             for tensor in tensors

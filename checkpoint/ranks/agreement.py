@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Result]):
-    """What was loaded: from which checkpoint, and which newer ones are damaged."""
+    """The result of a load: its checkpoint, and the newer ones that are damaged."""
 
     stored: StoredStep
     result: Result

@@ -56,7 +56,7 @@ from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.checkpoint.ranks.piece_exchange import exchange_pieces
 
 Signature = tuple[tuple[object, ...], ...]
-"""Of how many ranks which one it is, how cells are compressed, and the rank's boxes.
+"""World size, rank, compression of cells, and this rank's boxes.
 
 A box has a key, a data type, a global shape and its place in that.
 """
@@ -64,7 +64,7 @@ A box has a key, a data type, a global shape and its place in that.
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SharedPlan:
-    """What ranks have planned together; valid while all ranks hold the same boxes.
+    """A plan that ranks have made together; valid while all ranks hold the same boxes.
 
     Attributes:
         name: that of the attempt for which it was planned.

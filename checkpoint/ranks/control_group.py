@@ -59,7 +59,7 @@ _GLOO_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome(Generic[Result]):
-    """What a function has returned or raised on this rank."""
+    """A function's result or error on this rank."""
 
     result: Result | None
     error: Exception | None

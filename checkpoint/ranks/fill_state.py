@@ -79,7 +79,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a state was filled from: the step, the documents, and the format in words."""
+    """The origin of a filled state: the step, the documents, and the format in words."""
 
     step: int
     documents: Mapping[str, Json]

@@ -53,7 +53,7 @@ _BATCH_NBYTES = 128 * 2**20
 _MESSAGE_NBYTES = 64 * 2**20
 
 _UNASKED_NBYTES = 2**20
-"""What all ranks together offer to each other at most in a round that needs no acceptance."""
+"""Bytes that all ranks together may offer in a round that needs no acceptance."""
 
 # Chunks of small tensors that lie in so many bytes of one object have one reader.
 _GROUP_NBYTES = 4 * 2**20
@@ -66,13 +66,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RestoreTraffic:
-    """What a restore has moved, on all ranks together, in bytes.
+    """The traffic of a restore, on all ranks together, in bytes.
 
     Attributes:
         read_nbytes: read from storage, with checksums and the rest of the blocks that large reads
             begin and end in, but without the checkpoint's metadata.
         tensor_nbytes: elements of stored tensors that at least one rank wanted, each counted once.
-        sent_nbytes: handed on from rank to rank.
+        sent_nbytes: forwarded from rank to rank.
     """
 
     read_nbytes: int
@@ -214,10 +214,10 @@ class _Read:
 
 
 class _RoundRow(NamedTuple):
-    """What a rank tells another one of a round.
+    """A rank's message to another one about a round.
 
-    It offers so many bytes to that one, and so many to all, has failed, or lacks elements that have
-    not arrived. The rest is as in `RestoreTraffic`, of this rank alone.
+    It has the bytes offered to that one, and to all, whether it has failed, and whether it lacks
+    elements that have not arrived. The rest is as in `RestoreTraffic`, of this rank alone.
     """
 
     offered_nbytes: int
@@ -246,7 +246,7 @@ class _Memory:
 
 
 class _Participant:
-    """What one rank does: it plans, reads its units, sends pieces, and places others' pieces."""
+    """One rank's part: it plans, reads its units, sends pieces, and places others' pieces."""
 
     def __init__(self, source: StoredCheckpoint, group: ControlGroup) -> None:
         self._source = source

@@ -46,7 +46,7 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """What a rank tells rank 0 about its part, once that is written.
+    """A rank's report to rank 0 about its part, once that is written.
 
     Attributes:
         name: of the part's listing.

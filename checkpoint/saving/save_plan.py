@@ -20,10 +20,10 @@ from keepstep.checkpoint.saving.messages import PartPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """What one rank does for a save.
+    """One rank's part of a save.
 
     Attributes:
-        shared: what all ranks have planned together.
+        shared: the plan that all ranks have made together.
         copied: positions of the tensors that this rank writes chunks of.
         entries: the copied tensors' places in the buffer, in this order.
         pieces: byte offsets of the chunks that are collected from other ranks.

@@ -10,7 +10,7 @@ from keepstep.elastic.worker.messages import Assignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """What all assignments of one job have in common on one node.
+    """The common part of one node's assignments in a job.
 
     Args:
         job: the job's name.

@@ -13,7 +13,7 @@ from keepstep.elastic.worker.messages import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """What one agent runs, and how.
+    """The configuration of one agent.
 
     Args:
         job: the job's name.

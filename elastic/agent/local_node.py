@@ -1,4 +1,4 @@
-"""What one node consists of at present, and how far it is in the job's generations."""
+"""Holds one node's present parts, and its progress in the job's generations."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class AgentListener:
 
 
 class _Observation(enum.Enum):
-    """What is known of an agent once a connection to it has ended, or could not be made."""
+    """The state of an agent once a connection to it has ended, or could not be made."""
 
     DEAD = enum.auto()
     UNKNOWN = enum.auto()
@@ -193,7 +193,7 @@ class _Observation(enum.Enum):
 
 
 class _Answer(enum.Enum):
-    """What answers at an agent's port."""
+    """The process that answers at an agent's port."""
 
     OWN_NAME = enum.auto()
     OTHER_NAME = enum.auto()

@@ -9,7 +9,7 @@ from keepstep.elastic.worker.messages import Ready, Restored, Stepped
 
 
 class PhaseReports:
-    """What the workers of one node have reported about one generation, by local rank."""
+    """The reports of one node's workers about one generation, by local rank."""
 
     def __init__(self) -> None:
         self._ready: dict[int, Ready] = {}
@@ -44,7 +44,7 @@ class PhaseReports:
 
     @property
     def loaded(self) -> LoadedCheckpoint | None:
-        """What rank 0 has found in storage, if it runs here and has resumed from there."""
+        """The checkpoint that rank 0 has resumed from, with its neighbours, if it runs here."""
         found = (report.loaded for report in self._restored.values())
         return next((loaded for loaded in found if loaded is not None), None)
 

@@ -40,7 +40,7 @@ log = logging.getLogger("keepstep")
 
 _LAST_MESSAGES_S = 1.0
 _KILL_S = 30.0
-"""What a process may take to end after SIGKILL; to free much pinned memory takes seconds."""
+"""Seconds that a process may take to end after SIGKILL; freeing much pinned memory takes some."""
 _SEND_S = 60.0
 """Large assignments do not fit a socket's buffer: who reads nothing for so long is stuck."""
 _COLD_SEND_S = 600.0

@@ -63,7 +63,7 @@ _ENTRY_S = 600.0
 _ENTRY_S_PER_RANK = 0.1
 """How long the ranks may take from `join` until they have entered their process groups."""
 _ABORT_S = 20.0
-"""What a worker may take to abort by order and to check its device; it gives itself up before."""
+"""Seconds that a worker may take to abort by order and check its device; it ends itself before."""
 _SETTLE_S = 10.0
 """After this time a script that reports no steps is taken to run."""
 _MAX_WARM_UP_FAILURES = 3
@@ -197,7 +197,7 @@ class WorkerGroup:
 
     @property
     def loaded(self) -> LoadedCheckpoint | None:
-        """What rank 0 has found in storage, if it runs here and has resumed from there."""
+        """The checkpoint that rank 0 has resumed from, with its neighbours, if it runs here."""
         return self._phases.loaded
 
     @property

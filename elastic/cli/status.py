@@ -176,8 +176,8 @@ def recoveries(history: Sequence[Recovery]) -> RenderableType:
     table.add_column()
     for recovery in history:
         # As `Text`: gloo's messages begin with a path in brackets, which rich takes for markup.
-        told = f"{recovery.reason.partition(chr(10))[0]}\n{_outcome(recovery)}"
-        table.add_row(_clock_time(recovery.detected_at_s), Text(told))
+        reason = f"{recovery.reason.partition(chr(10))[0]}\n{_outcome(recovery)}"
+        table.add_row(_clock_time(recovery.detected_at_s), Text(reason))
     return Group(Text("recoveries, in seconds after detection:"), table)
 
 

@@ -16,7 +16,7 @@ _MOST_OBJECTS = 4096
 _MOST_ITEMS = 64
 
 
-def held_beside_state(stream: Any) -> str:
+def samples_outside_state(stream: Any) -> str:
     """Return the part of a stream with samples that its state leaves out; "" if none is known.
 
     Hugging Face's shuffle buffer (`datasets` 5.2, `BufferShuffledExamplesIterable`) is refilled
@@ -58,15 +58,15 @@ def ordered_by_chance(stream: Any) -> str:
     return ""
 
 
-def told_the_epoch(stream: Any) -> list[Any]:
+def epoch_receivers(stream: Any) -> list[Any]:
     """Return the objects of a stream whose `set_epoch` is to be called.
 
     They are the stream, its `sampler` and its `dataset`, and each of Hugging Face's streams in it:
     in an epoch of the same number those would go back to the state that was loaded.
     """
-    told = [stream, getattr(stream, "sampler", None), getattr(stream, "dataset", None)]
-    told += [part for part in _parts_of(stream) if _is(part, "datasets", "IterableDataset")]
-    distinct = {id(one): one for one in told if callable(getattr(one, "set_epoch", None))}
+    receivers = [stream, getattr(stream, "sampler", None), getattr(stream, "dataset", None)]
+    receivers += [part for part in _parts_of(stream) if _is(part, "datasets", "IterableDataset")]
+    distinct = {id(one): one for one in receivers if callable(getattr(one, "set_epoch", None))}
     return list(distinct.values())
 
 

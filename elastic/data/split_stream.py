@@ -14,9 +14,9 @@ from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.elastic.data.datasets import Positioned
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.data.known_streams import (
-    held_beside_state,
+    epoch_receivers,
     ordered_by_chance,
-    told_the_epoch,
+    samples_outside_state,
 )
 from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.sample_randomness import seed_generators
@@ -67,7 +67,7 @@ class SplitStream(Generic[T]):
                 f"the stream has {by_chance}. As it is, it gives other samples each time that it "
                 "is read, so that after a recovery samples would be lost or repeated"
             )
-        held = held_beside_state(part)
+        held = samples_outside_state(part)
         if held and not self._has_named and partition.number == 0:
             self._has_named = True
             log.warning(
@@ -86,7 +86,7 @@ class _PartReader(Generic[T]):
         # A stream without a state is read again up to the position.
         self._positioned = part if has_whole_state and isinstance(part, Positioned) else None
         self._partition = partition
-        self._told_the_epoch = told_the_epoch(part)
+        self._epoch_receivers = epoch_receivers(part)
         self._epoch = self._read = self._read_of_epoch = 0
         self._iterator: Iterator[T] | None = None
         if state is None:
@@ -154,5 +154,5 @@ class _PartReader(Generic[T]):
 
     def _set_epoch(self) -> None:
         """Call `set_epoch` with the number of times that the part was read, if it has that."""
-        for told in self._told_the_epoch:
-            told.set_epoch(self._epoch)
+        for receiver in self._epoch_receivers:
+            receiver.set_epoch(self._epoch)

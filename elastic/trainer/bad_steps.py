@@ -25,7 +25,7 @@ _LEAST_RELATIVE_DEVIATION = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadSteps:
-    """What `Step.report` rejects, and what happens then; for `keepstep.join(on_bad_step=...)`.
+    """A policy for steps that `Step.report` rejects; for `keepstep.join(on_bad_step=...)`.
 
     A rejected step is undone: the job returns to a snapshot before it, and its batch is skipped.
 

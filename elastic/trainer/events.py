@@ -1,7 +1,7 @@
-"""What a job tells the training loop about itself, for logs and metrics: typed events.
+"""Defines typed events by which a job informs the training loop, for logs and metrics.
 
-Functions of the loop's are called on every rank, in the thread that trains, between steps: a
-snapshot or a checkpoint that was completed during a step is told at its end. What they raise ends
+The loop's functions are called on every rank, in the thread that trains, between steps: a snapshot
+or a checkpoint that was completed during a step is reported at its end. An exception in them ends
 the worker as any error of the script does.
 """
 

@@ -41,7 +41,7 @@ from keepstep.torch_internals import drop_compiled_code
 log = logging.getLogger("keepstep")
 
 _JUDGE = "keepstep.bad_steps"
-"""What the judge of steps is called among the extra objects of the state."""
+"""Key of the step judge in `State.extra`."""
 
 
 class GenerationState:
@@ -94,7 +94,7 @@ class GenerationState:
         self.snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         """How often a snapshot of the current generation is taken."""
         self.source = ""
-        """What the state was restored from."""
+        """The origin of the restored state."""
 
     @property
     def world(self) -> World:

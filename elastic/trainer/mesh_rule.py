@@ -1,7 +1,7 @@
-"""What the user says of the device mesh: its dimensions' sizes, or a rule that gives them.
+"""Evaluates the user's device mesh: its dimensions' sizes, or a rule that gives them.
 
-Pure. A rule is a function of the number of ranks. It is asked once for every number, so that agents
-know which ones fit before there are so many ranks, and again when a generation is entered.
+Pure. A rule is a function of the number of ranks. It is called once for every number, so that
+agents know in advance which ones fit, and again when a generation is entered.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """What one rank held after a step at which the replicas differed.
+    """One rank's state after a step at which the replicas differed.
 
     Attributes:
         step: after which step.
         world_size: the number of ranks that had computed it.
-        content: the digest of what this rank held.
+        content: the digest of this rank's state.
     """
 
     step: int
@@ -28,7 +28,7 @@ class Contradiction:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What computing the steps again has shown about one group of replicas.
+    """The result of computing the steps again for one group of replicas.
 
     Attributes:
         wrong: ranks that held something else before.

@@ -34,7 +34,7 @@ from keepstep.elastic.worker.peer_failure import is_peer_failure
 log = logging.getLogger("keepstep")
 
 OnDivergence: TypeAlias = Literal["report", "repair", "roll back", "replace", "stop"]
-"""What to do when replicas differ."""
+"""The reaction to replicas that differ."""
 
 _MAX_REPORTED = 8
 

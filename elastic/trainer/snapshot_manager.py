@@ -58,7 +58,7 @@ log = logging.getLogger("keepstep")
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """What holds on all ranks.
+    """Facts that hold on all ranks.
 
     The next snapshot is wanted; the last one is committed; it is not torn; the generation goes on;
     so does the pass over the data.

@@ -67,7 +67,7 @@ class StartFrom:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a job has begun from: the number of completed steps, and where the state came from."""
+    """The start of a job: the number of completed steps, and the state's origin."""
 
     step: int
     source: str

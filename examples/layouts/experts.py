@@ -23,13 +23,13 @@ config = Config(experts=4)
 
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group) -> torch.Tensor:
-    """Send rows to the ranks of a group, so many to each; return those that they sent here."""
+    """Send `sent[i]` rows to rank i of a group; return the rows that they sent here."""
     into = rows.new_empty(sum(received), rows.shape[1])
     return all_to_all_single(into, rows, received, sent, group=group)
 
 
 class SpreadExperts(Experts):
-    """Experts of which each rank of a mesh has some: tokens go there and come back."""
+    """Experts that are divided among the ranks of a mesh: tokens go there and come back."""
 
     mesh: DeviceMesh
 

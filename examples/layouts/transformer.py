@@ -1,4 +1,4 @@
-"""A small transformer whose parts any layout can cut up, and sequences that it can learn.
+"""Defines a small transformer that any layout can divide, and sequences that it can learn.
 
 Names of parameters are those of the whole model, whatever part of it a rank has: so its state moves
 from one layout to any other.

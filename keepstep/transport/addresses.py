@@ -17,7 +17,7 @@ from pathlib import Path
 from keepstep.transport.errors import PeerRefused, PeerTimeout, PeerUnavailable
 
 LOST_S = 60
-"""A host that acknowledges nothing for so long, or takes nothing, is lost; networks are cut for
+"""Seconds after which a host that acknowledges or takes nothing is lost; networks are cut for
 seconds."""
 
 _BACKLOG = 1024
@@ -161,7 +161,7 @@ def tcp_address_of(listener: socket.socket) -> str:
 
 
 def peer_name(connection: socket.socket) -> str:
-    """Return how errors name the other end of a connection that came in.
+    """Return the name of an accepted connection's other end, for errors.
 
     Raises:
         OSError: it is gone already.
@@ -191,8 +191,8 @@ def open_socket(address: str, deadline_s: float) -> socket.socket:
 
     Args:
         address: where to connect.
-        deadline_s: the instant of `time.monotonic` at which it gives up. Resolving a host's name
-            is not interrupted by it.
+        deadline_s: the instant of `time.monotonic` at which it stops trying. Resolving a host's
+            name is not interrupted by it.
 
     Raises:
         PeerRefused: the host answers that no process listens there.

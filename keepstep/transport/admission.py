@@ -1,9 +1,9 @@
-"""Decides which connections that have not authenticated yet are kept, and which errors of `accept`
-are survived. Pure.
+"""Limits connections that have not authenticated yet, and classifies errors of `accept`. Pure.
 
-Whoever reaches a port can connect and send nothing. Each costs a descriptor, and a thread or
-task until its handshake's deadline, so their number is capped: one more drops the oldest. An honest
-handshake takes milliseconds, so under a flood it is the flood's own connections that are dropped.
+Any client that reaches a port can connect and send nothing. Each costs a descriptor, and a thread
+or task until its handshake's deadline, so their number is capped: one more drops the oldest. An
+honest handshake takes milliseconds, so under a flood it is the flood's own connections that are
+dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PendingConnections(Generic[PendingT]):
         return len(self._pending)
 
     def add(self, connection: PendingT) -> PendingT | None:
-        """Add a connection; return the oldest one if it is to be dropped for it."""
+        """Add a connection; return the oldest one if it is to be dropped in exchange."""
         dropped = self.drop_oldest() if len(self._pending) >= self._limit else None
         self._pending[id(connection)] = connection
         return dropped
@@ -43,14 +43,14 @@ class PendingConnections(Generic[PendingT]):
         return self._pending.popitem(last=False)[1] if self._pending else None
 
     def discard(self, connection: PendingT) -> bool:
-        """Forget a connection, which authenticated or ended; whether it was pending still."""
+        """Forget a connection that authenticated or ended; return whether it was still pending."""
         return self._pending.pop(id(connection), None) is not None
 
 
 def is_exhaustion(error: OSError) -> bool:
     """Whether `accept` failed for want of descriptors or memory: it is tried again after a pause.
 
-    Any other error but that of a closed listener concerns the one connection that was to come in
+    Any other error except that of a closed listener concerns only the incoming connection
     (accept(2) passes on network errors that were pending on it).
     """
     return error.errno in _EXHAUSTED

@@ -39,14 +39,14 @@ def connect(
 ) -> Connection[ClientT, ServerT]:
     """Connect to a server and authenticate both ways.
 
-    Who answers is `peer_node` of the result: compare it where one certain node is meant.
+    The answering node is `peer_node` of the result: compare it if a certain node is meant.
 
     Args:
         address: `unix:PATH` or `tcp:HOST:PORT`.
-        protocol: what is spoken there.
-        identity: who this side is.
-        handshake_s: how long connecting and authenticating may take in total.
-        idle_s: how long sending and receiving wait from then on while not a byte moves.
+        protocol: the protocol of the server.
+        identity: of this side.
+        handshake_s: limit for connecting and authenticating in total.
+        idle_s: limit for sending and receiving from then on while not a byte moves.
 
     Raises:
         PeerRefused: no process listens there.
@@ -70,15 +70,15 @@ def accept(
 ) -> Connection[ServerT, ClientT]:
     """Authenticate a connection that came in, which this owns from now on, both ways.
 
-    The next request is waited for as long as it takes.
+    There is no limit for the next request.
 
     Args:
         raw: the connection.
-        protocol: what is spoken there.
-        identity: who this side is.
-        handshake_s: how long authenticating may take in total.
-        stuck_s: how long sending waits from then on while the peer takes not a byte: what is sent
-            stays in memory. A peer that reads from several takes each in turn, for seconds.
+        protocol: the protocol of this server.
+        identity: of this side.
+        handshake_s: limit for authenticating in total.
+        stuck_s: limit for sending from then on while the peer takes not a byte: unsent data stay in
+            memory. A peer that reads from several takes each in turn, for seconds.
 
     Raises as `connect` does.
     """

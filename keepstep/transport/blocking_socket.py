@@ -1,7 +1,7 @@
 """Sends and receives bytes on one connected socket, with deadlines, for blocking callers.
 
-The socket itself is non-blocking; what must wait polls. So each direction has its own limits, and
-one thread may send while another one receives.
+The socket itself is non-blocking; calls that must wait poll. So each direction has its own limits,
+and one thread may send while another one receives.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _DESCRIPTOR_SPACE_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
 
 @dataclass(slots=True)
 class WaitLimits:
-    """How long one direction of a connection waits for the peer.
+    """The limits of one direction's waits for the peer.
 
     Args:
         idle_s: the longest wait in which not a byte moves; None waits forever.
-        deadline_s: the instant of `time.monotonic` after which nothing is waited for; None is none.
+        deadline_s: the instant of `time.monotonic` after which nothing waits; None is none.
     """
 
     idle_s: float | None = None
@@ -79,7 +79,8 @@ class BlockingSocket:
     def receive_with_descriptors(self, buffer: memoryview) -> tuple[int, list[int]]:
         """Receive as `receive_into` does, and the descriptors that ride on these bytes.
 
-        These are a frame's first, which nearly always are waited for: it looks only when they came.
+        These are a frame's first bytes, which nearly always have to be waited for: it looks once
+        they came.
         """
         while True:
             self._check(self.receiving)
@@ -122,13 +123,13 @@ class BlockingSocket:
             offset, count = offset + sent, count - sent
 
     def limit(self, bytes_per_s: int) -> None:
-        """Have the kernel send no faster than this over TCP from now on; 0 lifts the limit."""
+        """Make the kernel send no faster than this over TCP from now on; 0 lifts the limit."""
         if not self.is_unix:
             rate = struct.pack("=Q", bytes_per_s or _UNLIMITED)
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
     def interrupt(self) -> None:
-        """End the connection; what waits on it in another thread ends too."""
+        """End the connection; a wait on it in another thread ends too."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -178,7 +179,7 @@ def send_descriptor(
 
 
 def unsent(parts: Sequence[memoryview], sent: int) -> list[memoryview]:
-    """Return what is left of parts whose first bytes were sent."""
+    """Return the rest of parts whose first bytes were sent."""
     left = []
     for part in parts:
         skipped = min(sent, part.nbytes)

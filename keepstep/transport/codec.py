@@ -29,7 +29,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class _Tag(msgspec.Struct):
-    """What is read of a message that does not fit, to name it in the error."""
+    """The part of a message that is read to name it in an error."""
 
     type: str = "message"
 
@@ -66,7 +66,7 @@ class Codec(Generic[MessageT]):
 
         Args:
             body: the JSON as received.
-            peer: how errors name the sender.
+            peer: the sender's name in errors.
 
         Raises:
             MalformedMessage: the bytes are no JSON, or no message of this codec.

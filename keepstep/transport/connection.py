@@ -1,4 +1,4 @@
-"""A blocking connection that carries typed messages, payloads and file descriptors.
+"""Carries typed messages, payloads and file descriptors over a blocking connection.
 
 `blocking_handshake` makes authenticated connections; `Connection.over_pair` wraps one end of a
 socket pair that two processes inherited, which needs no authentication. Both speak the frames of
@@ -53,8 +53,8 @@ class Connection(Generic[SentT, ReceivedT]):
     """One connection. Made by `connect`, `accept` or `over_pair`; `close` ends it.
 
     Attributes:
-        peer: how errors name the other end.
-        peer_node: the node that the other end proved to be of the job; "" over a socket pair.
+        peer: the other end's name in errors.
+        peer_node: the job's node that the other end proved to be; "" over a socket pair.
         version: the protocol version that both ends speak.
     """
 
@@ -80,15 +80,15 @@ class Connection(Generic[SentT, ReceivedT]):
         return cls(BlockingSocket(end, peer), side, None)
 
     def set_idle_limit(self, idle_s: float | None) -> None:
-        """Set how long either direction waits while not a byte moves; None waits forever."""
+        """Limit the waits of either direction while not a byte moves; None waits forever."""
         self._socket.sending.idle_s = self._socket.receiving.idle_s = idle_s
 
     def set_sending_limit(self, idle_s: float) -> None:
-        """Set how long sending waits while not a byte moves; receiving waits as before."""
+        """Limit the waits of sending while not a byte moves; receiving waits as before."""
         self._socket.sending.idle_s = idle_s
 
     def set_deadline(self, deadline_s: float | None) -> None:
-        """Set the instant of `time.monotonic` after which nothing is waited for; None lifts it."""
+        """Set the instant of `time.monotonic` after which nothing waits; None lifts it."""
         self._socket.sending.deadline_s = self._socket.receiving.deadline_s = deadline_s
 
     def send(
@@ -151,8 +151,8 @@ class Connection(Generic[SentT, ReceivedT]):
                 order; their sizes add up to it. They may be used only once this has returned.
 
         Raises:
-            FrameRejected: the frame or its payload is not what the peer sent.
-            MalformedMessage: what came does not fit the protocol, or has a payload that was not
+            FrameRejected: the frame or its payload is not the one that the peer sent.
+            MalformedMessage: the frame does not fit the protocol, or has a payload that was not
                 asked for. After a message without payload the connection may be used on.
             ConnectionLost, PeerTimeout: the frame did not come whole.
         """
@@ -171,7 +171,7 @@ class Connection(Generic[SentT, ReceivedT]):
         return message
 
     def receive_head(self) -> tuple[ReceivedT, int] | None:
-        """Receive a frame but for its payload, whose size in bytes is returned with the message.
+        """Receive a frame without its payload, whose size in bytes is returned with the message.
 
         The caller then takes the payload, all of it, with `fill`. None at an orderly end. Raises as
         `receive` does.
@@ -194,10 +194,10 @@ class Connection(Generic[SentT, ReceivedT]):
         return self._open(head)
 
     def fill(self, buffer: memoryview) -> None:
-        """Receive as many bytes of the frame's payload as the buffer has.
+        """Fill the buffer with bytes of the frame's payload.
 
-        What is filled is authenticated only when the call that takes the payload's last byte has
-        returned: before that, what is made of it must be possible to undo.
+        They are authenticated only when the call that takes the payload's last byte has returned:
+        until then, any use of them must be reversible.
 
         Raises as `receive` does.
         """
@@ -228,11 +228,11 @@ class Connection(Generic[SentT, ReceivedT]):
         return self._descriptors.pop()
 
     def limit(self, bytes_per_s: int) -> None:
-        """Have the kernel send no faster than this over TCP from now on; 0 lifts the limit."""
+        """Make the kernel send no faster than this over TCP from now on; 0 lifts the limit."""
         self._socket.limit(bytes_per_s)
 
     def interrupt(self) -> None:
-        """End the connection from any thread: what another thread waits for ends too."""
+        """End the connection from any thread: another thread's wait ends too."""
         self._socket.interrupt()
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class Connection(Generic[SentT, ReceivedT]):
             return self._side.receives.decode(head.body, self.peer), head.payload_nbytes
         except MalformedMessage:
             if head.payload_nbytes:
-                self.interrupt()  # Nobody knows what the payload is, so nobody takes it.
+                self.interrupt()  # The payload's meaning is unknown, so it is not taken.
             self._drop_descriptors()
             raise
 

@@ -1,4 +1,4 @@
-"""The errors of the transport package. Each message names the peer, what happened and what to do.
+"""Defines the transport package's errors, whose messages name peer, event and remedy.
 
 TransportError
 ├── PeerUnavailable          the peer does not answer, or the connection is gone
@@ -8,8 +8,8 @@ TransportError
 ├── AuthenticationFailed     the peer does not prove that it knows the job's secret
 │   └── FrameRejected        a frame was forged, changed, repeated or reordered
 ├── VersionMismatch          the peer and this side have no protocol version in common
-├── MalformedMessage         what the peer sent does not fit the protocol
-└── MessageTooLarge          this side's message exceeds the protocol's limit; nothing was sent
+├── MalformedMessage      the peer's message does not fit the protocol └── MessageTooLarge
+this side's message exceeds the protocol's limit; nothing was sent
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class VersionMismatch(TransportError):
 
 
 class MalformedMessage(TransportError):
-    """What the peer sent does not fit the protocol.
+    """The peer's message does not fit the protocol.
 
     `field` is the path of the field that does not fit, as in `Seal.snapshot.step`; None if the
     bytes are no message at all. `peer_node` is the node that the peer claims to be, without proof,
-    where a handshake said it.
+    if a handshake named it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MessageTooLarge(TransportError):
 
 
 def quote(text: str) -> str:
-    """Return text of a peer as it may be shown: printable and short, whatever the peer sent."""
+    """Return a peer's text in a form fit to show: printable and short, whatever the peer sent."""
     shown = "".join(
         c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:_MAX_QUOTED_CHARACTERS]
     )

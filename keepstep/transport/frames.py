@@ -1,4 +1,4 @@
-"""Builds and checks frames: what a connection carries once its ends are authenticated. Pure.
+"""Builds and checks frames, which a connection carries once its ends are authenticated. Pure.
 
     header (16) | body | tag (16) | payload | tag (16)
 
@@ -8,14 +8,14 @@ body is an encoded message; the payload is bytes that go straight from and into 
 Without a key (on a socket pair that two processes inherited) the same frames have no tags.
 
 Promises, with a key:
-- What `FrameOpener` returns was sealed by the peer's `FrameSealer`, in this order and on this
+- The peer's `FrameSealer` has sealed whatever `FrameOpener` returns, in this order and on this
   connection: a frame that was forged, changed, repeated, dropped, reordered or taken from elsewhere
-  raises FrameRejected. So does a payload, when its last byte has been covered: what is done with
-  payload bytes before that must be possible to undo.
+  raises FrameRejected. So does a payload, when its last byte has been covered: any use of payload
+  bytes before that must be reversible.
 - A length is limited before memory is taken for it, and memory grows only as bytes arrive.
 - After an error an opener accepts nothing more.
 
-That a connection ends between two frames proves nothing: anybody on the way can end it.
+The end of a connection between two frames proves nothing: anybody on the way can end it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STEP_NBYTES = 2**20
 
 
 class FrameFlags(IntFlag):
-    """What a header holds besides lengths."""
+    """Flags in a header."""
 
     NONE = 0
     TAGGED = 1
@@ -58,7 +58,7 @@ _UNKNOWN_FLAGS = ~(_TAGGED | _DESCRIPTOR)
 
 @dataclass(frozen=True, slots=True)
 class FrameHead:
-    """A frame but for its payload, as received."""
+    """A frame without its payload, as received."""
 
     body: memoryview
     payload_nbytes: int
@@ -82,7 +82,7 @@ class FrameSealer:
     def seal_head(
         self, body: bytes, payload_nbytes: int = 0, flags: FrameFlags = FrameFlags.NONE
     ) -> list[bytes]:
-        """Begin the next frame; return what to send of it before its payload.
+        """Begin the next frame; return the bytes to send before its payload.
 
         Raises:
             MessageTooLarge: the body is too long. Nothing has begun.
@@ -107,13 +107,13 @@ class FrameSealer:
             self._payload_mac.update(part)
 
     def seal_payload(self) -> bytes:
-        """Return what to send after the payload, all of which has been covered."""
+        """Return the bytes to send after the payload, which has been covered as a whole."""
         mac, self._payload_mac = self._payload_mac, None
         return b"" if mac is None else mac.tag()
 
 
 class FrameOpener:
-    """Takes the frames of one direction of one connection apart, as their bytes arrive.
+    """Opens the frames of one direction of one connection, as their bytes arrive.
 
     The shell receives at most `len(buffer())` bytes into `buffer()`, reports how many by `advance`,
     until that returns a head; then it receives the payload into memory of its own, calls `cover`
@@ -123,7 +123,7 @@ class FrameOpener:
     Args:
         key: the direction's key; None for frames without tags.
         max_body_nbytes: the longest body accepted.
-        peer: how errors name the sender.
+        peer: the sender's name in errors.
     """
 
     def __init__(self, key: bytes | None, max_body_nbytes: int, peer: str) -> None:
@@ -134,7 +134,7 @@ class FrameOpener:
         self._failure: TransportError | None = None
         self._payload_mac: Gmac | None = None
         self.payload_left = 0
-        """How many bytes of the current frame's payload have not been covered yet."""
+        """Bytes of the current frame's payload that have not been covered yet."""
         # The frame whose head is being received; `_step` is the part of it that comes next.
         self._header = b""
         self._flags = 0
@@ -144,12 +144,12 @@ class FrameOpener:
 
     @property
     def is_between_frames(self) -> bool:
-        """Whether no byte of a frame has come that is not complete yet."""
+        """Whether no incomplete frame has begun to arrive."""
         return not (self._header or self._filled or self.payload_left or self._payload_mac)
 
     @property
     def payload_tag_nbytes(self) -> int:
-        """How many bytes follow the payload."""
+        """Number of bytes that follow the payload."""
         return 0 if self._payload_mac is None else TAG_NBYTES
 
     def buffer(self) -> memoryview:
@@ -188,7 +188,7 @@ class FrameOpener:
             self._payload_mac.update(part)
 
     def open_payload(self, tag: Buffer) -> None:
-        """Check the payload, all of which has been covered.
+        """Check the payload, which has been covered as a whole.
 
         Raises:
             FrameRejected: the tag is wrong: none of the payload may be used.

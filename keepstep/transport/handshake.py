@@ -15,11 +15,12 @@ Promises:
   hellos: the same roles, protocol, version ranges, nodes and nonces. Nothing in them can be changed
   on the way, so a version cannot be forced down.
 - The roles are part of the transcript and of each proof, so a proof cannot be sent back to its
-  maker. Proofs can be relayed, but whoever relays them learns no key and can forge no frame.
+  maker. Proofs can be relayed, but a relay learns no key and can forge no frame.
 - An end reads at most `MAX_HELLO_NBYTES` and a proof before the peer is authenticated.
 
-The node names are claims within the job: whoever knows the secret can claim any name. The server
-sends its name before it has authenticated the client, so that agents learn who answers at a port.
+The node names are claims within the job: any process that knows the secret can claim any name. The
+server sends its name before it has authenticated the client, so that agents learn the node at a
+port.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ NONCE_NBYTES = hellos.NONCE_NBYTES
 
 @dataclass(frozen=True, slots=True)
 class AuthenticatedPeer:
-    """What a completed handshake established.
+    """The result of a completed handshake.
 
     Args:
-        node: the node that the peer is.
+        node: the peer's node.
         version: the protocol version to speak.
         keys: the keys of the connection's frames.
     """
@@ -67,14 +68,14 @@ class _State(Enum):
 
 
 class Handshake:
-    """One end's state. The shell sends what `start`, `receive` and `provide_secret` return.
+    """One end's state. The shell sends the results of `start`, `receive` and `provide_secret`.
 
     Args:
         side: the protocol, as this end sees it.
         node: this end's node.
         secret: the job's secret; None if it will be given to `provide_secret`, or never.
         nonce: `NONCE_NBYTES` random bytes that were never used before.
-        peer: how errors name the other end.
+        peer: the other end's name in errors.
     """
 
     def __init__(
@@ -94,14 +95,15 @@ class Handshake:
         self._salt = b""
         self._schedule: KeySchedule | None = None
         self.peer_hello: Hello | None = None
-        """What the other end claimed, once it has; not authenticated until `result` is there."""
+        """The other end's claims, once it has sent them; not authenticated until `result` is
+        there."""
         self.refusal: TransportError | None = None
         """Why the peer is refused, once it is. AuthenticationFailed: it does not know the secret.
         VersionMismatch: no version in common. MalformedMessage: another protocol, or none."""
 
     @property
     def wanted_nbytes(self) -> int:
-        """How many bytes `receive` is to be given next; 0 if it waits for no bytes."""
+        """Number of bytes that `receive` takes next; 0 if it waits for no bytes."""
         return self._wanted_nbytes
 
     @property
@@ -111,7 +113,7 @@ class Handshake:
 
     @property
     def result(self) -> AuthenticatedPeer | None:
-        """What was established, once both ends are authenticated."""
+        """The handshake's result, once both ends are authenticated."""
         if self._state is not _State.COMPLETE:
             return None
         assert self.peer_hello is not None
@@ -120,14 +122,14 @@ class Handshake:
         return AuthenticatedPeer(self.peer_hello.node, self._version, keys)
 
     def start(self) -> bytes:
-        """Return what to send first: the client speaks first."""
+        """Return the bytes to send first: the client speaks first."""
         return self._own_bytes if self._own.role is Role.CLIENT else b""
 
     def receive(self, data: bytes) -> bytes:
-        """Take the `wanted_nbytes` bytes that came next; return what to send, if anything.
+        """Take the `wanted_nbytes` bytes that came next; return the bytes to send, if any.
 
-        What is returned is sent even if the peer is refused, so that it learns why; the shell then
-        raises `refusal`.
+        They are sent even if the peer is refused, so that it learns why; the shell then raises
+        `refusal`.
         """
         if not data or len(data) != self._wanted_nbytes:
             raise ValueError(f"{len(data)} bytes were given, {self._wanted_nbytes} are wanted")
@@ -145,12 +147,12 @@ class Handshake:
                     return self._receive_proof(data)
         except TransportError as error:
             self.refusal = error
-            # The client learns from this hello why it is refused; nothing secret is in it.
+            # The client learns from this hello why it is refused; it contains no secret.
             is_answer = state is _State.HELLO and self._own.role is Role.SERVER
             return self._own_bytes if is_answer else b""
 
     def provide_secret(self, secret: bytes) -> bytes:
-        """Go on with the secret, of a server that did not know it yet; return what to send."""
+        """Go on with the secret, which a server did not know yet; return the bytes to send."""
         if self._state is not _State.SECRET:
             raise ValueError("the handshake does not wait for a secret")
         check_secret(secret)

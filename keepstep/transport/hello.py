@@ -1,4 +1,4 @@
-"""The first message of each end of a connection: its protocol, versions, role, node and nonce.
+"""Encodes the first message of each end: its protocol, versions, role, node and nonce.
 
 Layout, big-endian, at most 512 bytes:
 
@@ -7,7 +7,7 @@ Layout, big-endian, at most 512 bytes:
     length (1) and protocol name | length (1) and node name | anything a later version adds
 
 A hello is not authenticated by itself: the proofs that follow cover both hellos byte by byte,
-including what this version does not know.
+including fields unknown to this version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROLE_NUMBERS = {role: number for number, role in _ROLES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """How one end describes itself."""
+    """One end's description of itself."""
 
     role: Role
     protocol: str

@@ -4,8 +4,8 @@ Sources: HKDF-SHA256 of RFC 5869 derives the keys; AES-256-GMAC (GCM over additi
 NIST SP 800-38D) computes the tags, whose nonces are never used twice with a key: each is a purpose
 and a sequence number.
 
-The traffic is authenticated, not encrypted, and there is no forward secrecy: whoever learns the
-job's secret later can forge only on connections that are still open, for both nonces are fresh.
+The traffic is authenticated, not encrypted, and there is no forward secrecy: an attacker who learns
+the job's secret later can forge only on connections that are still open, for both nonces are fresh.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GMAC_NONCE = struct.Struct(">IQ")
 
 
 class Purpose(IntEnum):
-    """What a tag covers. Tags of different purposes never share a GMAC nonce."""
+    """The purpose of a tag. Tags of different purposes never share a GMAC nonce."""
 
     HEAD = 0
     PAYLOAD = 1
@@ -48,11 +48,11 @@ class ConnectionKeys:
 
 
 NO_KEYS = ConnectionKeys(None, None)
-"""Of a socket pair that two processes inherited: its frames have no tags."""
+"""Keys for a socket pair that two processes inherited: its frames have no tags."""
 
 
 class KeySchedule:
-    """Derives everything that one handshake needs from the secret and what was said in it.
+    """Derives one handshake's keys and proofs from the secret and the transcript.
 
     Args:
         secret: the job's secret.
@@ -68,12 +68,12 @@ class KeySchedule:
         self._confirmation_key = self._derive(b"confirm")
 
     def proof(self, role: Role) -> bytes:
-        """Return what shows that the end with this role knows the secret and saw both hellos."""
+        """Return the proof that the end with this role knows the secret and saw both hellos."""
         text = role.value.encode() + b" " + self._digest
         return hmac.new(self._confirmation_key, text, hashlib.sha256).digest()
 
     def is_proof(self, proof: bytes, role: Role) -> bool:
-        """Whether these bytes are the proof of the end with this role; takes constant time."""
+        """Return whether these bytes prove the end with this role; takes constant time."""
         return hmac.compare_digest(proof, self.proof(role))
 
     def keys(self, role: Role) -> ConnectionKeys:
@@ -104,9 +104,9 @@ class GmacKey:
         return Gmac(self._key, purpose, sequence)
 
     def tag(self, purpose: Purpose, sequence: int, data: bytes) -> bytes:
-        """Return the tag of data that is there as a whole, in one call.
+        """Return the tag of complete data in one call.
 
-        It is the one that `begin` leads to, in a seventh of the time for a short message.
+        It equals the tag by way of `begin`, in a seventh of the time for a short message.
         """
         return self._cipher.encrypt(_GMAC_NONCE.pack(purpose, sequence), b"", data)
 
@@ -116,13 +116,13 @@ class Gmac:
 
     Args:
         key: the key of one direction of one connection.
-        purpose: what is covered.
+        purpose: of the tag.
         sequence: the number of the frame in that direction; with the purpose it is used once.
     """
 
     def __init__(self, key: bytes, purpose: Purpose, sequence: int) -> None:
         nonce = _GMAC_NONCE.pack(purpose, sequence)
-        # Without ciphertext, whoever checks a tag computes it as the sender does, and compares.
+        # Without ciphertext, a tag is checked by computing it as the sender does, and comparing.
         self._context = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
 
     def update(self, data: Buffer) -> None:
@@ -135,5 +135,5 @@ class Gmac:
         return self._context.tag
 
     def is_tag(self, tag: Buffer) -> bool:
-        """Whether this is the tag of all data covered; takes constant time. Called once, last."""
+        """Return whether this is the tag of all data, in constant time. Called once, last."""
         return hmac.compare_digest(self.tag(), tag)

@@ -1,10 +1,10 @@
 """Accepts connections for blocking servers: one thread accepts, each connection has one of its own.
 
 Promises:
-- Accepting goes on until `close`, whatever comes in: exhausted descriptors or memory pause it, and
+- Accepting goes on until `close`, whatever happens: exhausted descriptors or memory pause it, and
   drop the oldest connection that has not authenticated.
 - At most `max_pending` connections have not authenticated, each for `handshake_s` at most in total.
-- `serve` is called with authenticated connections only, in a thread of theirs; the connection is
+- `serve` is called with authenticated connections only, each in its own thread; the connection is
   closed when it returns.
 - `close` returns when no thread and no connection is left. `serve` must return when its
   connection ends.
@@ -38,12 +38,12 @@ class Listener(Generic[ClientT, ServerT]):
 
     Args:
         sockets: from `addresses.listen`.
-        protocol: what is spoken.
-        identity: who this side is.
+        protocol: of the server.
+        identity: of this side.
         serve: converses with one client until its connection ends; TransportErrors it lets through
             are taken for the client's end.
-        max_pending: how many connections may have not authenticated yet.
-        handshake_s: how long each of them has in total.
+        max_pending: greatest number of connections that have not authenticated yet.
+        handshake_s: limit for the handshake of each of them, in total.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Listener(Generic[ClientT, ServerT]):
 
     @property
     def pending(self) -> int:
-        """How many connections have not authenticated yet."""
+        """Number of connections that have not authenticated yet."""
         with self._lock:
             return len(self._pending)
 
@@ -80,7 +80,7 @@ class Listener(Generic[ClientT, ServerT]):
         self._accepting.start()
 
     def close(self) -> None:
-        """Refuse newcomers, end every connection, and wait for every thread but the calling one."""
+        """Refuse new connections, end all present ones, and wait for all threads but the caller."""
         self._closing.set()
         self._wake_sender.close()
         if self._accepting.ident is not None:

@@ -1,7 +1,8 @@
-"""Describes a protocol between two processes: its name, versions and messages, and who speaks it.
+"""Describes a protocol between two processes: its name, versions, messages and roles.
 
 A protocol is a value that both ends import. The client sends `requests`, the server `replies`
-(events included); each end sees it as a `Side`, which holds what that end sends and receives.
+(events included); each end sees it as a `Side`, which holds the messages that end sends and
+receives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ReceivedT = TypeVar("ReceivedT", bound=Message)
 
 
 class Role(Enum):
-    """Which end of a connection a process is: the client connects, the server accepts."""
+    """A process's end of a connection: the client connects, the server accepts."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -72,13 +73,13 @@ class Side(Generic[SentT, ReceivedT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol(Generic[ClientT, ServerT]):
-    """What both ends of a connection agree on beforehand.
+    """A protocol that both ends of a connection agree on beforehand.
 
     Args:
         name: a short ASCII name such as "snapshot"; different protocols never connect.
         versions: the versions that this build speaks; the highest common one is used.
-        requests: what clients send.
-        replies: what servers send.
+        requests: messages of clients.
+        replies: messages of servers.
         max_body_nbytes: the longest encoded message; payloads are not part of it.
     """
 
@@ -112,7 +113,7 @@ class Protocol(Generic[ClientT, ServerT]):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this side is, and the job's secret by which it proves that it belongs to the job."""
+    """This side's node, and the job's secret by which it proves that it belongs to the job."""
 
     node: str
     secret: bytes = field(repr=False)

@@ -35,14 +35,14 @@ async def open_stream(
 ) -> StreamConnection[ClientT, ServerT]:
     """Connect to `tcp:HOST:PORT` and authenticate both ways.
 
-    Who answers is `peer_node` of the result: another name than expected means that another agent
-    has taken the port. Errors of the handshake have `peer_node` too, as a claim.
+    The answering node is `peer_node` of the result: another name than expected means that another
+    agent has taken the port. Errors of the handshake have `peer_node` too, as a claim.
 
     Args:
-        address: where the server listens.
-        protocol: what is spoken there.
-        identity: who this side is.
-        handshake_s: how long connecting and authenticating may take in total.
+        address: of the server.
+        protocol: the protocol of the server.
+        identity: of this side.
+        handshake_s: limit for connecting and authenticating in total.
 
     Raises:
         PeerRefused: no process listens there.
@@ -93,10 +93,10 @@ async def accept_stream(
 
     Args:
         raw: the connection.
-        protocol: what is spoken.
+        protocol: the protocol of this server.
         node: this node, which the client learns at once.
         secret: the job's secret, which may become known only while clients wait for it.
-        handshake_s: how long all of this may take.
+        handshake_s: limit for all of this.
 
     Raises as `open_stream` does.
     """
@@ -119,7 +119,7 @@ async def accept_stream(
 
 
 async def _greet(address: str, handshake: Handshake, timeout_s: float) -> socket.socket:
-    """Connect, and exchange what the client's handshake exchanges."""
+    """Connect, and run the client's handshake."""
     raw: socket.socket | None = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -182,7 +182,7 @@ async def _exchange(
         if handshake.refusal is not None:
             raise handshake.refusal
         if handshake.needs_secret and secret is not None:
-            # Whoever owns the future may wait for it elsewhere too: it is not cancelled from here.
+            # The future's owner may wait for it elsewhere too: it is not cancelled from here.
             answer = handshake.provide_secret(await asyncio.shield(secret))
             await loop.sock_sendall(raw, answer)
 

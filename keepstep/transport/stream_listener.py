@@ -1,8 +1,8 @@
 """Accepts connections for agents, on their event loop. See `listener` for the blocking equivalent.
 
 Promises as there. A listener may be opened before the job's secret is known: it then sends clients
-its node at once, so that they learn who answers here, and completes their handshakes when `admit`
-is called.
+its node at once, so that they know whom they have reached, and completes their handshakes when
+`admit` is called.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class StreamListener(Generic[ClientT, ServerT]):
 
     Args:
         address: `tcp:HOST:PORT`; port 0 takes a free one.
-        protocol: what is spoken.
+        protocol: of the server.
         node: this node, which every client learns.
         serve: converses with one client until its connection ends; TransportErrors it lets through
             are taken for the client's end.
-        max_pending: how many connections may have not authenticated yet.
-        handshake_s: how long each of them has in total, the wait for `admit` included.
+        max_pending: greatest number of connections that have not authenticated yet.
+        handshake_s: limit for the handshake of each of them in total, the wait for `admit`
+            included.
 
     Raises:
         OSError: the address is taken, or is not of this host.
@@ -68,12 +69,12 @@ class StreamListener(Generic[ClientT, ServerT]):
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which it listens."""
         return tcp_address_of(self._listening)
 
     @property
     def pending(self) -> int:
-        """How many connections have not authenticated yet."""
+        """Number of connections that have not authenticated yet."""
         return len(self._pending)
 
     def start(self) -> None:
@@ -81,12 +82,12 @@ class StreamListener(Generic[ClientT, ServerT]):
         self._accepting = asyncio.create_task(self._accept_all())
 
     def admit(self, secret: bytes) -> None:
-        """Complete handshakes from now on with those who know the secret."""
+        """Complete handshakes from now on with clients that know the secret."""
         check_secret(secret)
         self._secret.set_result(secret)
 
     async def close(self) -> None:
-        """Refuse newcomers, end every connection, and wait for every task but the calling one."""
+        """Refuse new connections, end all present ones, and wait for all tasks but the caller."""
         tasks: list[asyncio.Task[Any]] = [] if self._accepting is None else [self._accepting]
         for task in tasks:
             task.cancel()

@@ -1,7 +1,7 @@
-"""A connection for asyncio that carries typed messages and file descriptors.
+"""Carries typed messages and file descriptors over a connection for asyncio.
 
-The same handshake and frames as `connection`, without payloads: agents exchange messages only.
-`stream_handshake` makes authenticated connections; `StreamConnection.over_pair` wraps one end
+It has the same handshake and frames as `connection`, without payloads: agents exchange messages
+only. `stream_handshake` makes authenticated connections; `StreamConnection.over_pair` wraps one end
 of a socket pair that two processes inherited.
 
 Any task may send; one task receives. A receive that is cancelled loses nothing; a send that is
@@ -33,8 +33,8 @@ class StreamConnection(Generic[SentT, ReceivedT]):
     """One connection on the running event loop. `close` ends it.
 
     Attributes:
-        peer: how errors name the other end.
-        peer_node: the node that the other end proved to be of the job; "" over a socket pair.
+        peer: the other end's name in errors.
+        peer_node: the job's node that the other end proved to be; "" over a socket pair.
         version: the protocol version that both ends speak.
     """
 
@@ -94,9 +94,9 @@ class StreamConnection(Generic[SentT, ReceivedT]):
         """Wait for the next message; None at an orderly end.
 
         Raises:
-            FrameRejected: the frame is not what the peer sent.
-            MalformedMessage: what came does not fit the protocol. If it was one whole frame, the
-                connection may be used on.
+            FrameRejected: the frame is not the one that the peer sent.
+            MalformedMessage: the frame does not fit the protocol. If it was complete, the
+                connection can still be used.
             ConnectionLost: the connection ended in the middle of a frame.
         """
         if self._opener.is_between_frames:
@@ -140,7 +140,7 @@ class StreamConnection(Generic[SentT, ReceivedT]):
         if self._is_closed:
             return
         self._is_closed = True
-        # Before the descriptor is closed: its number may be taken anew at once.
+        # Before the descriptor is closed: its number may be reused at once.
         for remove, waiter in list(self._waiters.items()):
             remove(self._socket)
             if not waiter.done():
@@ -186,8 +186,8 @@ class StreamConnection(Generic[SentT, ReceivedT]):
         """Wait until the socket is ready, or closed here."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters[remove] = waiter
-        # By number: of an object that is not registered the selector makes a text, with two system
-        # calls for a socket.
+        # By number: for an unregistered object the selector makes a text, with two system calls for
+        # a socket.
         descriptor = self._socket.fileno()
         add(descriptor, _wake, waiter)
         try:

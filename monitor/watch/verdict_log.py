@@ -53,7 +53,7 @@ class VerdictEntry:
             "to_do": self.verdict.instruction,
             "since_s": self.since_s,
             "opened_at_s": self.opened_at_s,
-            "told_at_s": self.reported_at_s,
+            "reported_at_s": self.reported_at_s,
             "closed_at_s": self.closed_at_s,
             "stacks": dict(self.stacks),
         }
@@ -67,7 +67,7 @@ class VerdictEntry:
             verdict=Verdict.from_json(fields["verdict"]),
             since_s=float(fields["since_s"]),
             opened_at_s=float(fields["opened_at_s"]),
-            reported_at_s=float(fields["told_at_s"]),
+            reported_at_s=float(fields["reported_at_s"]),
             closed_at_s=None if closed_at_s is None else float(closed_at_s),
             stacks=dict(fields["stacks"]),
         )

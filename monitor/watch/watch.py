@@ -348,13 +348,13 @@ class Watch:
 
     def _moved(self, summary: Summary) -> set[int]:
         """Return the ranks that a summary has without their states, and that other nodes have."""
-        told = {state.rank for state, _ in summary.ranks}
+        reported_ranks = {state.rank for state, _ in summary.ranks}
         nodes = {facts.node for facts in summary.nodes}
         known = self._history.ranks
         return {
             rank
             for rank in summary.present
-            if rank not in told and rank in known and known[rank].state.node not in nodes
+            if rank not in reported_ranks and rank in known and known[rank].state.node not in nodes
         }
 
     def _drop_inactive(self) -> None:

@@ -9,8 +9,8 @@ are dropped from the page cache before a load where the system allows it; durabl
 host of a virtual disk has its own cache: it holds what was written through this machine's cache,
 and not direct writes (as keepstep writes large files). So `first_load_s` is the first load after
 saving, and the files are read once before all other loads, so that every contender's files are
-cached alike. safetensors and torch.save cannot change the layout. Orbax saves JAX's arrays, not
-torch's shards: one process saves and loads the full state as NumPy arrays.
+cached in the same way. safetensors and torch.save cannot change the layout. Orbax saves JAX's
+arrays, not torch's shards: one process saves and loads the full state as NumPy arrays.
 
 Saves are timed in turns of all contenders, each in an order by chance: what a disk takes at once
 depends on what was written before. In each turn the ranks save four times: `durable_s` is of the
@@ -93,7 +93,7 @@ BACKGROUND_RANKS = min(4, os.cpu_count() or 1)
 
 LOADS = 3  # for each layout: the time of a single load varies by half
 TURNS = 5
-SAVES = 4  # of each contender in a turn, of which the first pays for what a process does once
+SAVES = 4  # of each contender in a turn; the first one pays for a process's single costs
 RAW = "raw"
 
 Result = dict[str, Any]
@@ -132,8 +132,8 @@ def main(
 
 
 def on_the_host(workspace: Path, size: int, repeats: int, console: Console) -> Result:
-    """Save and load a state of so many megabytes on the host, to files and to S3's interface."""
-    # Contenders take turns, so that a drift of the machine affects all alike.
+    """Save and load a state of `size` megabytes on the host, to files and to S3's interface."""
+    # Contenders take turns, so that a drift of the machine affects all equally.
     runs: dict[str, list[Result]] = {name: [] for name in CONTENDERS}
     remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
     rates: list[float] = []
@@ -171,7 +171,7 @@ def on_the_host(workspace: Path, size: int, repeats: int, console: Console) -> R
 def in_background(
     workspace: Path, size: int, repeats: int, device: str, console: Console
 ) -> Result:
-    """Save a state of so many megabytes in the background; return the figures by library."""
+    """Save a state of `size` megabytes in the background; return the figures by library."""
     runs: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
     for _ in range(repeats):
         for name, results in runs.items():

@@ -115,7 +115,7 @@ class Model:
 
     @classmethod
     def of_layers(cls, layers: int) -> Model:
-        """Return a decoder of so many layers; eight parameters each."""
+        """Return a decoder of `layers` layers; eight parameters each."""
         square, wide = (HIDDEN, HIDDEN), (INNER, HIDDEN)
         shapes = {
             **{f"attention.{name}": square for name in "qkvo"},
@@ -171,7 +171,7 @@ class CountingStorage:
 
 @dataclass(frozen=True)
 class Planned:
-    """What one planner computed: each writer's chunks, without the pieces; time and messages."""
+    """One planner's results: each writer's chunks, without the pieces; time and messages."""
 
     tensors: Any
     chunks: dict[int, list[tuple[str, tuple[int, ...]]]]

@@ -1,7 +1,7 @@
-"""One rank of checkpoint.py, in a process forked from one that has imported what this module does.
+"""Runs one rank of checkpoint.py, in a process forked from one that has imported this module.
 
 The action is save, load, or async: save in the background several times, and copy the same bytes
-beside it.
+meanwhile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENCODINGS = 7
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does."""
+    """One rank's task."""
 
     action: str
     contender: str
@@ -62,7 +62,7 @@ class Work:
     device: str = "cpu"
 
     def own_file(self, kind: str) -> Path:
-        """Return the path of this rank's file, for contenders of which each rank writes one."""
+        """Return the path of this rank's file, for contenders with a file per rank."""
         return Path(self.directory) / f"{kind}-{self.world}-{self.rank}"
 
     def numbered(self, number: int) -> Work:

@@ -160,4 +160,4 @@ CONTENDERS: dict[str, Callable[[Path], AbstractContextManager[Contender]]] = {
     "torchrun": torchrun,
     "torchft": torchft,
 }
-"""What starts the coordination of a job in a directory; the end of the context kills all of it."""
+"""Starts the coordination of a job in a directory; the end of the context kills all of it."""

@@ -60,7 +60,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a conversion took."""
+    """The cost of a conversion."""
 
     seconds: float
     peak_nbytes: int
@@ -132,7 +132,7 @@ def measure(command: Sequence[str]) -> Measured:
     return Measured(seconds, peak.nbytes)
 
 
-def measure_anew(command: Sequence[str], target: Path) -> Measured:
+def measure_from_scratch(command: Sequence[str], target: Path) -> Measured:
     """Run a command that writes a target, which is removed before."""
     remove(target)
     return measure(command)
@@ -188,13 +188,13 @@ class Conversions:
         (source,) = (self._directory / "zero").glob("global_step*")
         target, own_target = self._directory / "universal", self._directory / "keepstep"
         by_workers = {
-            workers: measure_anew(
+            workers: measure_from_scratch(
                 keepstep(f"deepspeed:{source}", own_target, "--workers", str(workers)), own_target
             )
             for workers in (1, 2)
         }
         own = by_workers[2]
-        peer = measure_anew(
+        peer = measure_from_scratch(
             [
                 python, "-m", "deepspeed.checkpoint.ds_to_universal",
                 "--input_folder", str(source), "--output_folder", str(target),
@@ -220,9 +220,9 @@ class Conversions:
         source = self._directory / "dcp"
         self.make(sys.executable, "dcp")
         target, own_target = self._directory / "torch.pt", self._directory / "own.pt"
-        own = measure_anew(keepstep(f"dcp:{source}", own_target), own_target)
+        own = measure_from_scratch(keepstep(f"dcp:{source}", own_target), own_target)
         remove(own_target)
-        peer = measure_anew(
+        peer = measure_from_scratch(
             [sys.executable, "-c", DCP_TO_TORCH_SAVE, str(source), str(target)], target
         )
         remove(target)
@@ -232,14 +232,16 @@ class Conversions:
         source = self._directory / "huggingface"
         self.make(python, "huggingface")
         target, own_target = self._directory / "saved", self._directory / "own"
-        own = measure_anew(keepstep(str(source), own_target, "--to", "huggingface"), own_target)
-        peer = measure_anew([python, "-c", SAVE_AGAIN, str(source), str(target)], target)
+        own = measure_from_scratch(
+            keepstep(str(source), own_target, "--to", "huggingface"), own_target
+        )
+        peer = measure_from_scratch([python, "-c", SAVE_AGAIN, str(source), str(target)], target)
         for path in (target, own_target):
             remove(path)
         return compared(peer, own)
 
     def _differing(self, universal: Path, own: Path) -> list[str]:
-        """Return the tensors that two results do not have alike."""
+        """Return the tensors in which two results differ."""
         done = subprocess.run(
             [
                 sys.executable, "-m", "keepstep", "ckpt", "diff",

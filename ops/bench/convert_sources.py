@@ -4,7 +4,7 @@
 
 Run where DeepSpeed and transformers are installed (tried with DeepSpeed 0.19.8, transformers 5.23
 and PyTorch 2.13, on CPUs); `dcp` needs PyTorch alone. WHAT is any of `zero`, `huggingface`, `dcp`.
-A Llama of so many layers, in bfloat16, is trained for one step by two ranks with ZeRO 2.
+A Llama of LAYERS layers, in bfloat16, is trained for one step by two ranks with ZeRO 2.
 """
 
 from __future__ import annotations

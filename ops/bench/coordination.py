@@ -94,12 +94,12 @@ LEASE_S = 1800.0
 LINE_NBYTES = 1 << 22
 FOLLOWERS_PER_CONNECTION = 64
 HEADER_NBYTES = 16
-"""Counted for each key beside key and value: revisions and lease."""
+"""Bytes counted for each key in addition to key and value: revisions and lease."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What agents have sent and received."""
+    """The traffic of agents."""
 
     nbytes: int = 0
     operations: int = 0
@@ -121,7 +121,7 @@ def size_of(item: KeyValue | Put | Delete | Modified | Created | Change) -> int:
 
 
 class CountingStore:
-    """Counts what one agent asks of a store, and what it is told."""
+    """Counts one agent's requests to a store, and the answers."""
 
     def __init__(self, store: Store, counts: Counts) -> None:
         self._store = store
@@ -368,7 +368,7 @@ class Followers:
 
 
 async def measure(nodes: int, snapshots: int, url: str, directory: Path) -> dict[str, Any]:
-    """Measure one job of so many nodes."""
+    """Measure one job of `nodes` nodes."""
     followers = Followers()
     path = str(directory / f"followers-{nodes}")
     server = await asyncio.start_unix_server(followers.serve, path, limit=LINE_NBYTES)
@@ -458,7 +458,7 @@ async def measure(nodes: int, snapshots: int, url: str, directory: Path) -> dict
 
 
 def pure(nodes: int) -> dict[str, Any]:
-    """Measure what opening, committing and deciding cost at so many nodes, with no coordinator."""
+    """Measure opening, committing and deciding at `nodes` nodes, without a coordinator."""
     keys, policy = Keys(JOB), RendezvousPolicy(min_nodes=1, max_nodes=nodes)
     records = [
         replace(record_of(number), lease=number + 1, domain=f"rack-{number // 32}")
@@ -575,7 +575,7 @@ class NoProbe:
 
 
 def root_daemon(ranks: int, rounds: int) -> dict[str, Any]:
-    """Measure a daemon that diagnoses so many ranks, which its children report every second.
+    """Measure a daemon that diagnoses `ranks` ranks, which its children report every second.
 
     Digests are those of a simulated job (`ops/bench/traces.py`), a step of it every second.
     """
@@ -641,7 +641,7 @@ def root_daemon(ranks: int, rounds: int) -> dict[str, Any]:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Smaller jobs, and fewer snapshots.")
-@click.option("--agents", "sizes", type=int, multiple=True, help="Only jobs of so many nodes.")
+@click.option("--agents", "sizes", type=int, multiple=True, help="Only jobs of this many nodes.")
 @click.option("--follow", "following", type=int, hidden=True)
 @click.option("--url", hidden=True)
 @click.option("--path", hidden=True)

@@ -1,4 +1,4 @@
-"""The kinds of sources that data.py measures, and what its job computes of their samples."""
+"""Defines the kinds of sources that data.py measures, and a computation on their samples."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Plays runs of a job's data: many worlds in one process, real readers, stored positions.
 
 Each rank of each run is a `DataPass` of its own, as `Job.batches` makes one, with a dataset of its
-own and, where asked for, loader processes. What is kept between runs is what a snapshot holds, as
-JSON of all ranks.
+own and, where asked for, loader processes. Only a snapshot's content is kept between runs, as JSON
+of all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Run:
-    """What runs until it is killed: `read` batches, of which the last `lost` are in no snapshot."""
+    """One run until it is killed: of its `read` batches the last `lost` are in no snapshot."""
 
     world_size: int
     workers: int
@@ -31,7 +31,7 @@ class Run:
 
 @dataclass
 class Readings:
-    """What was read of each global batch, each time; and how long resuming took, in seconds."""
+    """The samples of each global batch at each reading, and the seconds of each resumption."""
 
     batches: list[list[list[Any]]]
     resume_s: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a snapshot of all ranks holds of the data."""
+    """The part of all ranks' snapshot that is about the data."""
 
     batch: int
     document: Any
@@ -116,7 +116,7 @@ def _rank_run(
 
 
 def _merged(batch: int, positions: list[StreamPosition | None]) -> Stored:
-    """Return what is stored of all ranks; what two of them have read must be alike."""
+    """Return the stored state of all ranks; ranks that have read the same must agree."""
     document, documents = NO_POSITION, {}
     for position in positions:
         if position is not None:

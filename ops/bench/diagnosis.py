@@ -17,14 +17,14 @@ lost with the acknowledgements is sent again. A slowdown multiplies the compute,
 `--compute` processor seconds per step; data, autograd and optimizer take another 0.03 s, so the
 rank's own time grows by a smaller factor. Four ranks on two cores compute twice as long as on four.
 `seconds` and `steps` count from the injection; a fault within a rank acts up to one step later.
-`beside` are further verdicts within `SETTLE_S` about subjects without a fault.
+`others` are further verdicts within `SETTLE_S` about subjects without a fault.
 
 `lumpy` are healthy jobs with a habit that may be taken for a fault: uneven stages, busy experts,
 slow batches, long saves, recompiles and so on. Verdicts may be shown of them; `alerts` of each
 should be one at most, and `evictions` none.
 
 `false_verdicts` counts verdicts before an injection and all verdicts of healthy jobs, and
-`healthy_steps` the steps that these cover; a process keeps one core busy beside healthy jobs.
+`healthy_steps` the steps that these cover; a process keeps one core busy during healthy jobs.
 `false_evictions` counts restarts and replacements of ranks without a fault. `overhead` is a step's
 processor time with recording over that without, minus one (the median over neighbouring windows,
 which alternate): wall times are mostly noise on a shared machine. `overhead_detail` has quartiles
@@ -109,7 +109,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all jobs have in common.
+    """The settings of all jobs.
 
     Args:
         ranks: number of ranks of each job.
@@ -299,7 +299,7 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
             "seconds": None,
             "steps": None,
         }
-        beside: dict[tuple[Subject, Syndrome], Verdict] = {}
+        others: dict[tuple[Subject, Syndrome], Verdict] = {}
         until_s = began_s + PATIENCE_S
         while time.monotonic() < until_s:
             verdicts = by_identity(monitor.diagnose())
@@ -313,7 +313,7 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
                 }
                 until_s = time.monotonic() + SETTLE_S
             if first is not None:
-                beside |= {
+                others |= {
                     key: verdict
                     for key, verdict in by_identity(new).items()
                     if not is_right_subject(fault, verdict.subject)
@@ -321,7 +321,7 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
         is_right_syndrome = first is not None and first.syndrome in fault.syndromes
         is_right_culprit = first is not None and is_right_subject(fault, first.subject)
         if first is not None and not is_right_culprit:
-            beside.pop((first.subject, first.syndrome), None)
+            others.pop((first.subject, first.syndrome), None)
         job.errors.seek(0)
         innocent = [
             ranks
@@ -332,7 +332,7 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
             "syndrome_ok": is_right_syndrome,
             "culprit_ok": is_right_culprit,
             "verdict": describe(first) if first is not None else "",
-            "beside": [describe(verdict) for verdict in beside.values()],
+            "others": [describe(verdict) for verdict in others.values()],
             "step_s": round(step_s, 4),
             "before": [describe(verdict) for verdict in before.values()],
             "baseline_steps": began_step,

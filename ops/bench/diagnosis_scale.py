@@ -1,8 +1,8 @@
 """Measures accuracy, delay and cost of the diagnosis on simulated jobs of 1,024 to 16,384 ranks.
 
 `python ops/bench/diagnosis_scale.py --json [--quick]`. The last line is one JSON object. A
-SIMULATION: `ops/bench/traces.py` makes the traces; the diagnosis is the code that runs beside real
-jobs. Seconds to the verdict are in the trace's time.
+SIMULATION: `ops/bench/traces.py` makes the traces; the diagnosis is the code that diagnoses real
+    jobs. Seconds to the verdict are in the trace's time.
 
 A fault counts as found if a verdict has its culprit and syndrome within 20 steps (one end stands
 for a link only if the link is that end's only one). Every other verdict counts against the

@@ -59,7 +59,7 @@ class Defect(IntEnum):
 
 
 class Habit(StrEnum):
-    """What healthy jobs do that may be taken for a fault."""
+    """Activities of healthy jobs that may be taken for a fault."""
 
     NONE = ""
     UNEVEN_STAGES = "uneven stages"
@@ -68,9 +68,9 @@ class Habit(StrEnum):
     """From step 60 on an expert gets 1.35 times the tokens."""
     SLOW_BATCHES = "slow first batches"
     LONG_SAVES = "long saves"
-    """Of rank 0, while the others wait."""
+    """A pause of rank 0, while the others wait."""
     RECOMPILES = "recompiles"
-    """Of all ranks, which take different times for it."""
+    """A pause of all ranks, which take different times for it."""
     LONG_EVALUATIONS = "evaluations on one rank"
     VARIABLE_LENGTHS = "variable lengths"
     ACCUMULATION = "accumulation with no_sync"

@@ -1,7 +1,7 @@
 """Trains one GPT in the same way with every contender of goodput.py and recovery.py.
 
-What their workers share: the model, plain torch's process group and FSDP2, and torchft's manager
-with its reduction. The workers run with `examples` on their path.
+Their workers share the model, plain torch's process group and FSDP2, and torchft's manager with its
+reduction. The workers run with `examples` on their path.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def repeat(
     nbytes: int,
     end: Connection,
 ) -> None:
-    """Act when told to, and send the processor seconds that it took."""
+    """Act on request, and send the processor seconds that it took."""
     descriptor = os.memfd_create("transferred")
     os.ftruncate(descriptor, nbytes)
     memory = mmap.mmap(descriptor, nbytes)

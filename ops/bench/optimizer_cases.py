@@ -1,4 +1,4 @@
-"""The optimizers that optimizer_sweep.py resumes: how each is made, and how it does a step."""
+"""Defines the optimizers that optimizer_sweep.py resumes: how to make each, and how to step it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Resumes every optimizer of torch.optim and of pytorch_optimizer, and compares with not stopping.
 
 `python ops/bench/optimizer_sweep.py --json [--quick]`. The last line is one JSON object. It needs
-an environment with pytorch_optimizer and einops (from PyPI) beside keepstep.
+an environment with pytorch_optimizer and einops (from PyPI) and keepstep.
 
 Each optimizer does four steps on a small model, is saved by `keepstep.checkpoint`, is loaded into a
 model and an optimizer that are freshly made, and does four more. That is compared, bit for bit,
@@ -99,7 +99,7 @@ def trained(
     steps: range,
     after_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Do steps, each of which draws the same numbers whenever it is done."""
+    """Do steps; each draws the same numbers whenever it is done."""
     torch.manual_seed(1)
     images, labels = torch.randn(16, 1, 4, 4), torch.randint(CLASSES, (16,))
     for step in steps:

@@ -158,7 +158,7 @@ class Job:
 
         def end() -> None:
             self._cluster.start(NAMES[0])
-            self._watcher.begin_anew()
+            self._watcher.restart()
 
         return Injected(end=end)
 
@@ -248,7 +248,9 @@ def play(cases: Sequence[Case], directory: Path, console: Console) -> Iterator[d
     default=(*OUTAGES, SERVING_NODE), help="Only this kind; may be repeated.",
 )  # fmt: skip
 @click.option("--seconds", type=float, multiple=True, help="Only of this length; may be repeated.")
-@click.option("--members", type=int, multiple=True, help="Only of so many; may be repeated.")
+@click.option(
+    "--members", type=int, multiple=True, help="Only with this many members; may be repeated."
+)
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep all logs in this directory.")
 def main(
     only_json: bool,

@@ -385,7 +385,7 @@ def healthy(pairs: int) -> tuple[float, float, float]:
     keepstep takes a snapshot after every step.
 
     Both jobs run, and their workers are stopped and continued in turn, so that a drift of the
-    machine affects both alike. A window is as long as the interval of keepstep's stored
+    machine affects both equally. A window is as long as the interval of keepstep's stored
     checkpoints; the order within a pair alternates, and the ratio is the median over pairs.
     """
     directories = {
@@ -425,7 +425,7 @@ def healthy(pairs: int) -> tuple[float, float, float]:
 
 
 def processor_shares(steps: int) -> Measure:
-    """Return the processor time of keepstep's processes beside the workers of one node and of two.
+    """Return the processor time of keepstep's processes other than workers, of one node and of two.
 
     Args:
         steps: how many steps a window has, each with a snapshot.
@@ -435,7 +435,7 @@ def processor_shares(steps: int) -> Measure:
 
 
 def processor_share(nodes: int, steps: int) -> Measure:
-    """Return the processor time of keepstep's processes beside the workers, a step and in all."""
+    """Return the processor time of keepstep's processes other than workers, a step and in all."""
     directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
     try:
         with keepstep(directory, nodes) as cluster:

@@ -5,7 +5,7 @@ The state is copied lazily, synchronously, or by DCP's async_save to memory. Wit
 there is one node with a larger model on its GPU, nothing is `protected`, and DCP's staging buffers
 are page-locked. Else two nodes of one rank each train a sharded GPT on one thread per rank, with
 real snapshot servers; this process acts as their agents, and commits as the leader does. Windows of
-steps of each kind alternate, so that a drift of the machine affects all alike; `step_s` are
+steps of each kind alternate, so that a drift of the machine affects all equally; `step_s` are
 medians, `step_ratio` those of the ratios to the window without snapshots of the same round, and
 `step_ratio_quartiles` their quartiles. `cpu_ratio` is the same of the processor seconds of all
 workers, servers and this process. `protected` is `lazy` with parity for the other node; here the
@@ -274,7 +274,7 @@ async def measure(device: str, rounds: int, steps: int, console: Console) -> Res
 
 
 def transfer_cpu_s(nbytes: int) -> float:
-    """Return the processor seconds in which TCP alone moves so many bytes of each node."""
+    """Return the processor seconds in which TCP alone moves `nbytes` of each node."""
     command = [sys.executable, str(ROOT / "ops" / "bench" / "loopback_transfer.py"), str(nbytes)]
     output = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, timeout=300

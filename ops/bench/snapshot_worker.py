@@ -92,7 +92,7 @@ class Trainer:
         self.client = SnapshotClient(SERVER, bytes.fromhex(os.environ["SECRET"]))
         self.snapshotter: Snapshotter | None = None
         # The stager keeps its staging buffers between saves: shared ones, or those of a GPU, which
-        # are page-locked and filled beside the step.
+        # are page-locked and filled during the step.
         self.stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=ON_GPU,
@@ -181,7 +181,7 @@ class Trainer:
         return {"seconds": seconds, "blocked": blocked, "taken": taken}
 
     def agree(self) -> tuple[torch.Tensor, dist.Work]:
-        """Start the ranks' agreement on a snapshot, which runs beside the backward pass.
+        """Start the ranks' agreement on a snapshot, which runs during the backward pass.
 
         As in `keepstep.elastic.trainer`, they take one if all know that the last is committed.
         """

@@ -3,7 +3,7 @@
 `python ops/bench/standstill.py --json [--quick] [--only KIND] [--limit S] [--lumpy-minutes M]`. The
 last line is one JSON object.
 
-Each job is `keepstep run` with two ranks, `--monitor` and `--standstill-limit`, beside a `keepstep
+Each job is `keepstep run` with two ranks, `--monitor` and `--standstill-limit`, with a `keepstep
 monitor --act restart`. In `hangs` rank 1 hangs in one of eight ways, once or again after each
 restart: `ended` is `recovery` if training went on, `evidence` if the job ended with the ranks'
 stacks, and `nothing` if neither came within four limits; `seconds` count from the (first) hang to
@@ -60,7 +60,7 @@ class Ending:
 
 
 class Run:
-    """A job, the monitor beside it, and what both have printed."""
+    """A job, its monitor, and the output of both."""
 
     def __init__(
         self, directory: Path, kind: str, when: str, steps: int, limit_s: float, pause_s: float
@@ -150,7 +150,7 @@ def running(directory: Path, *options: Any) -> Iterator[Run]:
 
 
 def measure_hang(directory: Path, kind: str, again: bool, limit_s: float) -> Ending:
-    """Return how a job ended of which a rank hangs.
+    """Return how a job with a hanging rank ended.
 
     Args:
         directory: for its files; must not exist.

@@ -1,4 +1,4 @@
-"""Measures what a save of a state writes of which nearly all has not changed since the last save.
+"""Measures the bytes of a save of a state that has hardly changed since the last save.
 
 `python ops/bench/unchanged.py --json [--quick]`. The last line is one JSON object.
 
@@ -112,7 +112,7 @@ def main(as_json: bool, quick: bool) -> None:
                 save, str(own), nbytes, lambda own=own: bytes_of_files(own)
             )
             results["s3"][name] = measure(save, f"s3://{BUCKET}/{name}", nbytes, bytes_sent)
-    table = Table(title=f"{nbytes / 1e6:.0f} MB, of which 99 % are frozen")
+    table = Table(title=f"{nbytes / 1e6:.0f} MB, 99 % of them frozen")
     for column in ("storage", "", "first_s", "first_bytes", "again_s", "again_bytes"):
         table.add_column(column)
     for storage in ("files", "s3"):

@@ -44,7 +44,7 @@ class BackgroundCall:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             self._function()
-        except Exception as error:  # noqa: BLE001 - whoever waits looks at it
+        except Exception as error:  # noqa: BLE001 - the waiting thread looks at it
             self.error = error
         self.took_s = time.monotonic() - began_s
 

@@ -42,8 +42,8 @@ CHECKS = (
     ),
     Check(
         id="G8",
-        shows="a copy beside a step: what it costs, and that waiting for it takes no core",
-        module="ops.gpu.copy_beside_step",
+        shows="a copy during a step: its cost, and that waiting for it takes no core",
+        module="ops.gpu.copy_during_step",
     ),
     Check(
         id="G9",
@@ -123,7 +123,7 @@ CHECKS = (
     ),
     Check(
         id="N7",
-        shows="GPUDirect between nodes with a copy to the host beside it",
+        shows="GPUDirect between nodes during a copy to the host",
         module="",
         gpus=2,
         unavailable="needs two nodes with RDMA; this command runs on one machine",

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 Figures = Mapping[str, Any]
-"""What was measured, by name; values that JSON can hold."""
+"""The measured figures, by name; values that JSON can hold."""
 
 
 class Result(StrEnum):
@@ -54,11 +54,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found. It passes if every claim holds.
+    """The result of a check. It passes if every claim holds.
 
     Args:
-        claims: what has to hold, in words, and whether it did.
-        figures: what was measured.
+        claims: each claim in words, and whether it held.
+        figures: the measured figures.
     """
 
     claims: Mapping[str, bool]

@@ -1,4 +1,4 @@
-"""The command line: `python -m ops.gpu [--json] [--only G4,G7] [--quick]`."""
+"""Implements the command line: `python -m ops.gpu [--json] [--only G4,G7] [--quick]`."""
 
 from __future__ import annotations
 

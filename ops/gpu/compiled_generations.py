@@ -2,9 +2,9 @@
 
 Compiled code names groups by names that repeat after a rebuild, with the old world's sizes in it,
 and CUDA graphs keep memory. Proves that `torch._dynamo.reset()` between generations is enough.
-Passes if a gathering model compiled anew gives the right result in each generation, and after the
-reset no graph of the compiled model is left and the GPU's memory is what it was before, within
-64 MiB. Not run where the compiler cannot be used.
+Passes if a gathering model that is compiled again gives the right result in each generation, and
+after the reset no graph of the compiled model is left and the GPU's memory is what it was before,
+within 64 MiB. Not run where the compiler cannot be used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOLERANCE = 1e-2
 
 
 def check(machine: Machine) -> Finding:
-    """Run two generations on rank 0, of which rank 1 takes part in the first."""
+    """Run two generations on rank 0; rank 1 takes part in the first."""
     results = run_ranks(run_generations, 2, limit_s=52, generations=2)
     found, _ = figures_of(results)
     if found.get("compiler_error"):

@@ -26,7 +26,7 @@ _LOG_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a worker has reached: the newest completed step, 0 before the first, and its process."""
+    """A worker's progress: the newest completed step, 0 before the first, and its process."""
 
     step: int = 0
     process: int = 0
@@ -119,8 +119,8 @@ def running_job(
     """Run a job, and kill its agents at the end. A coordinator starts by itself.
 
     Args:
-        kind: names it beside other jobs of this check.
-        directory: made for what its workers and agents write.
+        kind: its name among the jobs of this check.
+        directory: created for the files of its workers and agents.
         arguments: of the worker, after the directory.
         environment: variables of a node's agent and workers, besides this process's own.
         options: of `keepstep run`.

@@ -1,7 +1,7 @@
 """Names the environment variables of ranks: those that recovery needs, and two nodes on one GPU.
 
-NCCL refuses two ranks of one host on one GPU. What it takes for a host is `NCCL_HOSTID`: with
-different ones two ranks on one GPU are two nodes, which sockets over loopback join.
+NCCL refuses two ranks of one host on one GPU. It recognizes a host by `NCCL_HOSTID`: with different
+ones two ranks on one GPU are two nodes, which sockets over loopback join.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from keepstep.elastic.worker.device_environment import DEVICE_VARIABLES
 
 RECOVERY: Mapping[str, str] = {variable.name: variable.value for variable in DEVICE_VARIABLES}
-"""What every rank of a check gets, as keepstep's workers do, unless the check says otherwise."""
+"""Variables of every rank of a check, as of keepstep's workers, unless the check says otherwise."""
 
 LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 DETERMINISTIC: Mapping[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""What `torch.use_deterministic_algorithms` needs besides."""
+"""Further variables that `torch.use_deterministic_algorithms` needs."""
 
 
 def two_nodes_on_one_gpu(node: int) -> dict[str, str]:

@@ -22,7 +22,7 @@ from ops.gpu.background import BackgroundCall
 from ops.gpu.ranks import Rank
 
 ABORT_DEADLINE_S = 15.0
-# Whoever runs the check decides what hangs, not the watchdog.
+# The check's runner decides which rank hangs, not the watchdog.
 _NO_TIMEOUT = timedelta(hours=24)
 
 

@@ -15,7 +15,7 @@ RECORDER_MODULES = (
     "keepstep.monitor.telemetry.attachment",
     "keepstep.monitor.telemetry.ring_reader",
 )
-"""What `recorded_process` imports; more than what the packages' front modules load."""
+"""Modules that `recorded_process` imports; more than the packages' front modules load."""
 
 _IMPORT_LIMIT_S = 120.0
 _BUILD_LIMIT_S = 180.0
@@ -37,10 +37,10 @@ def require(*modules: str) -> None:
 
 
 def build_recorder(limit_s: float) -> None:
-    """Build the recorder's library if it does not exist; whoever needs it tells why it cannot.
+    """Build the recorder's library if it does not exist; its user reports why that failed.
 
     Args:
-        limit_s: after this time it is given up, and after three minutes in any case.
+        limit_s: after this time the build is abandoned, and after three minutes in any case.
     """
     try:
         recorder_library(limit_s=max(1.0, min(limit_s, _BUILD_LIMIT_S)))

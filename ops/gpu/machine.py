@@ -1,7 +1,7 @@
 """Describes the machine: PyTorch, CUDA, NCCL and the GPUs.
 
-`python -m ops.gpu.machine` prints it as JSON. It is a process of its own, so that whoever runs the
-checks loads neither PyTorch nor CUDA.
+`python -m ops.gpu.machine` prints it as JSON. It is a process of its own, so that the checks'
+runner loads neither PyTorch nor CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the checks have to know.
+    """The facts about the machine that checks need.
 
     Args:
         gpus: names of the GPUs.

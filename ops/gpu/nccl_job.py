@@ -126,7 +126,7 @@ def _monitor(job: str, directory: Path) -> Iterator[Path]:
 
 
 def _wait_for_hang(events: Path, known: int, deadline_s: float) -> Mapping[str, Any]:
-    """Return the first verdict on a hang after so many; nothing if there is none in time."""
+    """Return the first verdict on a hang after `known` others; empty if there is none in time."""
     while time.monotonic() < deadline_s:
         for verdict in _hangs(events)[known:]:
             return verdict

@@ -74,14 +74,14 @@ RankFunction = Callable[[Rank], Figures]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What became of a rank.
+    """The outcome of a rank.
 
     Args:
-        figures: what its function returned; None if it did not return.
+        figures: the result of its function; None if it did not return.
         error: the exception, if it raised one.
         status: exit status; negative: the signal that ended it.
         timed_out: whether it was killed because it had not ended in time.
-        output: all that it printed.
+        output: its whole output.
     """
 
     figures: Figures | None

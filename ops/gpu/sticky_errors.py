@@ -1,9 +1,9 @@
-"""G9: an error that ruins the CUDA context; what the process can still do, and what is left of it.
+"""G9: an error that ruins the CUDA context; the process's abilities and memory afterwards.
 
 Proves that such a worker has to be replaced, and that its shared memory is not lost with it. Passes
 if the error is `torch.AcceleratorError`, every later CUDA call and a new process group fail, the
-process lives on for 3 s beside a group's watchdog and ends with the status it chose, and
-the memory that it had copied to is whole.
+process lives on for 3 s with a group's watchdog and ends with the status it chose, and the memory
+that it had copied to is whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check(machine: Machine) -> Finding:
             "the error is torch.AcceleratorError": found["error"].startswith("AcceleratorError"),
             "further CUDA calls fail": bool(found["next_error"]),
             "a new process group cannot be used": not found["rebuilt"],
-            "the process lives beside the watchdog, and ends as it chooses": results[0].status == 0,
+            "the process lives with the watchdog, and ends as it chooses": results[0].status == 0,
             "what it had copied to shared memory is whole": whole,
         },
         found,

@@ -1,4 +1,4 @@
-"""What the modules beside this one share: checks that print, and short ways to read and convert."""
+"""Helps the other modules here: checks that print, and short ways to read and convert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core computes from the tensors of its checkpoints, written from its model code.
+"""Computes like Megatron-Core from the tensors of its checkpoints, written from its model code.
 
 Independent of the rules: fused QKV is cut by query group, a gated first matrix in halves. If
 these logits are those of transformers' model, then every element has come to its place.

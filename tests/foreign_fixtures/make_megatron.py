@@ -115,7 +115,7 @@ def expected(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str
 
 
 class Names:
-    """What the parameters of a rank are called in the whole model, and what part of each it has."""
+    """Names of a rank's parameters in the whole model, and the rank's part of each."""
 
     def __init__(self, case: Case, chunks: list[Any]) -> None:
         from megatron.core import parallel_state as ranks

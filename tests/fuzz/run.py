@@ -30,7 +30,7 @@ Case = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A case of which something else came than a result or an error of keepstep's."""
+    """A case that ended neither in a result nor in an error of keepstep's."""
 
     name: str
     number: str
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What came of all cases.
+    """The outcome of all cases.
 
     Attributes:
         counts: by name, how many cases were read and how many refused.

@@ -216,7 +216,7 @@ SEEDS: dict[str, Callable[[Path], None]] = {
     "orbax, folders": _copied("orbax", "folders"),
     "orbax, plain nodes": _orbax_plain_nodes,
 }
-"""What writes a checkpoint to a directory, by the format's name and what is particular to it."""
+"""Writers of a checkpoint to a directory, by the format's name and its variant."""
 
 
 def write_seeds(root: Path) -> dict[str, Path]:

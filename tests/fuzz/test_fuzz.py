@@ -23,7 +23,7 @@ from tests.fuzz.seeds import SEEDS, write_seeds
 
 CASES = 6
 MORE_CASES = 24
-"""Of keepstep's own format, in which whoever changes an object also adapts its checksums."""
+"""Changes of keepstep's own format, which also adapt a changed object's checksums."""
 
 
 def test_changed_files_and_messages_are_read_or_refused(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _LEARNT_STEPS = 80
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of the schedules of one job."""
+    """The outcome of the schedules of one job."""
 
     schedules: int = 0
     recovered: int = 0

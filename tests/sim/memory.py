@@ -22,7 +22,7 @@ class Memory:
     garbage: dict[SnapshotId, set[str]] = field(default_factory=dict)
     """Servers of whose blocks the parity is, and which an abort had spoilt."""
     damaged: set[SnapshotId] = field(default_factory=set)
-    """What was forgotten because its memory had changed."""
+    """Snapshots that were forgotten because their memory had changed."""
     begun: set[tuple[SnapshotId, int]] = field(default_factory=set)
     """The shards that ranks copy."""
     _sealed: tuple[SnapshotTable | None, int, frozenset[SnapshotId]] = (None, 0, frozenset())

@@ -422,7 +422,7 @@ class Node:
             self._announce()
 
     def _check_holders(self, action: actions.Action) -> None:
-        """What is not rebuilt must be with the servers that took it, as far as the leader knows."""
+        """Shards that are not rebuilt are with the servers that took them, as the leader knows."""
         resume = action.generation.resume if isinstance(action, actions.Open) else None
         if resume is None:
             return

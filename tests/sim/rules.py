@@ -1,4 +1,4 @@
-"""What the simulator itself checks, beyond the invariants that production checks."""
+"""Checks rules of the simulator, beyond the invariants that production checks."""
 
 from __future__ import annotations
 

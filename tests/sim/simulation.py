@@ -557,7 +557,7 @@ class Simulation:
                 must(pulled >= node.peers(commit.snapshot), "a holder has its parity")
 
     def check_commit(self, snapshot: SnapshotId) -> None:
-        """What a node takes for committed is held and protected by all of its holders.
+        """All holders hold and protect a snapshot that a node takes for committed.
 
         But for those that are lost, and those that have gone on since.
         """
@@ -696,7 +696,7 @@ class Simulation:
             self._check_resume(generation.resume, before.generation)
 
     def _check_resume(self, resume: SnapshotCommit, old: Generation | None) -> None:
-        """What is resumed from is there or can be rebuilt, if nobody is lost since the decision."""
+        """The resumed snapshot exists or can be rebuilt, if no node was lost since the decision."""
         orphans = {rebuild.rank for rebuild in resume.shard_rebuilds}
         for group in {holder.group for holder in resume.holders}:
             holders = [holder for holder in resume.holders if holder.group == group]

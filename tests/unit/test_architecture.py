@@ -300,7 +300,7 @@ LIGHT = {
         "keepstep.elastic.worker.bootstrap",
     ),
 }  # fmt: skip
-"""What must not be loaded, by importing which modules."""
+"""Modules that must not be loaded by importing others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ NAMED: dict[str, Any] = {
     "handle": SaveHandle,
     **{name: getattr(keepstep, name) for name in keepstep.__all__},
 }
-"""What the documents mean by a name; of a variable, its class."""
+"""The objects that names in the documents stand for; for a variable, its class."""
 VALUE = object()
-"""What of keepstep's is neither called nor has names of its own in the documents."""
+"""Objects of keepstep that the documents neither call nor give names of their own."""
 
 
 def code_of(document: Path) -> Iterator[ast.AST]:

@@ -49,13 +49,13 @@ class ChunkedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What a `.metadata` file says.
+    """The content of a `.metadata` file.
 
     Attributes:
         tensors: tensors by flat name.
         values: where values other than tensors are, by flat name.
         unsupported: the data types of tensors that cannot be stored, by flat name.
-        unexplained: flat names of what is in the files and is not described.
+        unexplained: flat names of entries in the files that are not described.
         file_names: the files that have any of these.
         paths: paths of the flat names; empty if the planner noted none, as Megatron-Core's.
     """

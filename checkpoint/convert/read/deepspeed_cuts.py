@@ -1,4 +1,4 @@
-"""What DeepSpeed's `universal_checkpoint_info` says of how parameters are cut. Pure.
+"""Reads how parameters are cut from DeepSpeed's `universal_checkpoint_info`. Pure.
 
 A script, or DeepSpeed's own AutoTP, puts it into the modules' files: lists of patterns of names
 for each way of cutting, or for each parameter the blocks that ranks have (`affine_map`). A
@@ -53,7 +53,7 @@ _MOST_STEPS = 10**10
 
 @dataclass(slots=True)
 class UniversalInfo:
-    """What the files say of the parameters' cuts.
+    """The files' information about the parameters' cuts.
 
     Attributes:
         location: URL of the file that has it.

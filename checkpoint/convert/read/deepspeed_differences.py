@@ -1,4 +1,4 @@
-"""What ranks' files say of the same things, compared with what the first rank's file says.
+"""Checks that all ranks' files agree on replicated values.
 
 Ranks have the same number of steps. What a script adds to a checkpoint it may add differently on
 each rank, such as states of random generators; the first rank's is carried then, and the others'

@@ -56,7 +56,7 @@ _CHECKPOINT = re.compile(rf"(?:{_MODEL.pattern})|(?:{_OPTIMIZER.pattern})|zero/.
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What a module's file has.
+    """The content of a module's file.
 
     Attributes:
         location: URL of the file.
@@ -84,7 +84,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFile:
-    """What an optimizer's file has of one rank: the settings and flat buffers."""
+    """The content of one rank's optimizer file: the settings and flat buffers."""
 
     location: str
     state: Mapping[str, Any] = field(repr=False)

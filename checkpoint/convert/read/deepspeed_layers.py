@@ -22,7 +22,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 
 Layers = Mapping[int, Mapping[str, Any]]
-"""What the files of layers have, by the layers' numbers."""
+"""The content of the layers' files, by the layers' numbers."""
 
 
 def layer_names(files: ForeignFiles) -> dict[int, dict[int, str]]:

@@ -57,7 +57,7 @@ Joinings = Callable[[Sequence[Mapping[str, TensorSpec]]], Mapping[str, Joining]]
 
 @dataclass(frozen=True, slots=True)
 class ModelRank:
-    """What a rank of model parallelism has, and the file with its module."""
+    """The state of a rank of model parallelism, and the file with its module."""
 
     checkpoint: ForeignCheckpoint
     file: ModelFile
@@ -65,7 +65,7 @@ class ModelRank:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a stage of a pipeline has: all of it, without pipeline."""
+    """The state of a pipeline's stage; the whole state without a pipeline."""
 
     tensors: Mapping[str, ForeignTensor]
     documents: Mapping[str, Json]

@@ -1,7 +1,6 @@
-"""What one model rank of DeepSpeed's ZeRO has: stages 1, 2 and 3.
+"""Reads the state of one model rank of DeepSpeed's ZeRO: stages 1, 2 and 3.
 
-Its ranks of data parallelism are joined here; `checkpoint.convert.read.deepspeed_ranks` joins
-model ranks.
+It joins the ranks of data parallelism; `checkpoint.convert.read.deepspeed_ranks` joins model ranks.
 
 The optimizer works on one flat buffer for each group of parameters, in the order of the groups.
 

@@ -88,7 +88,7 @@ class _Unexplained(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """What a rank has of a parameter: boxes of it, one after the other in a dimension."""
+    """A rank's part of a parameter: boxes of it, one after the other in a dimension."""
 
     name: str
     axis: int
@@ -208,7 +208,7 @@ _Placed = Iterator[tuple[_Local, str, TensorSpec, list[Piece]]]
 
 
 class _Module:
-    """What each rank has of the model, in the order in which its modules make parameters."""
+    """Each rank's part of the model, in the order in which its modules make parameters."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ LAYERS_APART = "layers_apart"
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _MASTERS = ("fp32_param", "param")
-"""What Megatron calls a parameter in the optimizer: without, and with a distributed optimizer."""
+"""Megatron's name of a parameter in the optimizer: without, and with a distributed optimizer."""
 
 _MOST_TENSORS = 2**21
 _LAYER_APART = re.compile(r"decoder\.layers\.\d")

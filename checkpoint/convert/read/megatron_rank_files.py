@@ -40,7 +40,7 @@ class Unnamed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one rank's file has.
+    """The content of one rank's file.
 
     Attributes:
         location: URL of the file.

@@ -1,8 +1,8 @@
-"""What Megatron's checkpoints say beside tensors: arguments, options of the optimizer, steps.
+"""Reads arguments, optimizer options and steps from Megatron's checkpoints.
 
-Pure. Megatron does not note which parameters are in which group of the optimizer. It makes groups
-by rules of its own: biases and parameters of one dimension have no weight decay, experts are apart,
-and embeddings and the output layer are if they have a learning rate of their own.
+Pure. Megatron does not record the parameters of the optimizer's groups. It makes groups by rules of
+its own: biases and parameters of one dimension have no weight decay, experts are separate, and
+embeddings and the output layer are if they have a learning rate of their own.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a reader gets.
+    """The input of a reader.
 
     Attributes:
         files: the checkpoint's files, with names relative to its directory.

@@ -60,7 +60,7 @@ class Leaf:
 
     @property
     def array_name(self) -> str:
-        """What Orbax names its array by."""
+        """The name that Orbax gives its array."""
         return ".".join(self.path)
 
     @property

@@ -46,7 +46,7 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """What one file has.
+    """The content of one file.
 
     Attributes:
         arrays: the tensors by name, in the order of the header.

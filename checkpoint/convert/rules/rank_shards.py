@@ -24,7 +24,7 @@ from keepstep.checkpoint.convert.rules.views import Axis, View, box_view, make_v
 from keepstep.checkpoint.errors import LayoutMismatch, RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.fragments import boxes_of_range
-from keepstep.checkpoint.format.layout.part_table import Part, PartTable, Piece
+from keepstep.checkpoint.format.layout.part_table import Part, PartSpan, PartTable
 from keepstep.checkpoint.format.layout.source import TensorSpec
 
 
@@ -198,11 +198,13 @@ def _sliced(
 
 def _pieces(
     rule: Rule, extents: Sequence[int], variables: Mapping[str, int]
-) -> list[tuple[Piece, ...]]:
+) -> list[tuple[PartSpan, ...]]:
     """Return which elements of the sliced dimension each rank holds."""
     if not rule.parts or rule.source.dim != rule.source.shard_dim or len(rule.source.patterns) > 1:
         starts = itertools.accumulate(extents, initial=0)
-        return [(Piece(0, start, extent),) for start, extent in zip(starts, extents, strict=False)]
+        return [
+            (PartSpan(0, start, extent),) for start, extent in zip(starts, extents, strict=False)
+        ]
     table = PartTable(
         rule.source.dim,
         tuple(Part(part.name, part.size.value(variables)) for part in rule.parts),

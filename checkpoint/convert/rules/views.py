@@ -273,7 +273,7 @@ class _Digit:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """What two sequences of digits have in common.
+    """The common part of two sequences of digits.
 
     The shifts move the first element, as (dimension, elements), in the tensor that the upper digits
     lead to and in the one that the lower digits lead to; axes have the upper one as their target.

@@ -60,13 +60,13 @@ class Target(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a conversion has written.
+    """The result of a conversion.
 
     Attributes:
         step: number of completed optimizer steps.
         tensors: how many tensors.
         nbytes: how many bytes of tensors.
-        left_out: what the source has and the target does not, each with the reason.
+        left_out: names of the source that the target does not have, each with the reason.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What a folder of PyTorch's DCP consists of besides the elements: entries, and `.metadata`.
+"""Writes the entries and `.metadata` of a folder of PyTorch's DCP, around the elements.
 
 Each chunk of a tensor, and each other value, is an entry: a complete file of `torch.save` in a
 range of a file. `.metadata` says which tensors there are and where their entries lie; it is a

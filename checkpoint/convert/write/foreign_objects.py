@@ -44,4 +44,4 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
 
 
 PICKLE_MODULE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
-"""What `torch.save` takes as `pickle_module`, to save a tree with such objects."""
+"""A `pickle_module` for `torch.save`, to save a tree with such objects."""

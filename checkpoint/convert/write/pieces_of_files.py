@@ -1,4 +1,4 @@
-"""What files consist of, piece by piece: bytes, and elements of tensors that are read in time.
+"""Represents files piece by piece: bytes, and tensor data that are read lazily.
 
 So a file of any size is planned in little memory, is written from beginning to end, and comes out
 the same each time.

@@ -1,4 +1,4 @@
-"""What a conversion is asked to do, as values: any process that has them opens the same source."""
+"""Describes a conversion's task as values: any process that has them opens the same source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keepstep.checkpoint.format.layout.documents import CONFIG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionRequest:
-    """What to read, and what to make of it.
+    """The checkpoint to read, and the conversion to apply.
 
     Attributes:
         place: the checkpoint to read.

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as other tools' formats divide it: model, optimizer, the rest.
+"""Divides a checkpoint as other tools' formats do: into model, optimizer and the rest.
 
 Pure. Every tensor and value of a source is in exactly one part.
 """

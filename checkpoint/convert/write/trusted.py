@@ -38,11 +38,11 @@ TENSORS, LEFT_OUT = "tensors.pt", "left_out.json"
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """What the code of a file has made.
+    """The objects that the code of a file has made.
 
     Attributes:
         place: where its tensors and plain values are now.
-        left_out: what else it has made.
+        left_out: its other objects.
     """
 
     place: Place

@@ -64,7 +64,7 @@ Report = Callable[[int], None]
 
 
 class Task(StrEnum):
-    """What is done to a part."""
+    """An action on a part."""
 
     WRITE = "write"
     CHECK = "check"
@@ -76,7 +76,7 @@ Run = Callable[[Task, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class _WrittenPart:
-    """What an attempt notes of a part when it is durable: its listing, its contents' hash."""
+    """An attempt's record of a durable part: its listing, its contents' hash."""
 
     listing: StoredObject
     content: int
@@ -251,7 +251,7 @@ class UniversalParts:
 
     @cached_property
     def _written(self) -> dict[int, _WrittenPart]:
-        """What is noted of the parts, once all of them are written."""
+        """The records of the parts, once all of them are written."""
         parts = {number: self._noted(number) for number in self.numbers}
         missing = [number for number, part in parts.items() if part is None]
         if missing:

@@ -29,7 +29,7 @@ _OF_DCP = (Format.DCP, Format.TORCHTITAN, Format.MEGATRON_CORE)
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was verified of a checkpoint that shows no damage.
+    """The extent of the verification of a checkpoint that shows no damage.
 
     Attributes:
         format_name: its format, in words.

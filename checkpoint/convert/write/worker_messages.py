@@ -1,4 +1,4 @@
-"""What a conversion and its worker processes tell each other: a line of JSON each.
+"""Defines the messages between a conversion and its worker processes: a line of JSON each.
 
 The conversion sends a `Start`, then numbers of parts; it closes the worker's input when all is
 done. The worker answers each number with any number of counts of bytes, and an end; or with an
@@ -33,12 +33,12 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a worker process needs to begin.
+    """The input of a worker process.
 
     Attributes:
         parent: the process that started it; the worker ends with it.
-        request: what to read, and what to make of it.
-        seen: what the conversion has found there; see `seen_in`.
+        request: the checkpoint to read, and the conversion to apply.
+        seen: the conversion's findings there; see `seen_in`.
         url: where to write.
         attempt_name: as for `UniversalParts`.
         memory_nbytes: how much memory tensors may take in this process.
@@ -94,7 +94,7 @@ class PartTask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker says: bytes that it has done, that a part is done, or what went wrong."""
+    """A worker's answer: bytes that it has done, that a part is done, or an error."""
 
     nbytes: int = 0
     is_done: bool = False

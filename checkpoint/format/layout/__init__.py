@@ -1,1 +1,1 @@
-"""Boxes of global tensors, and a planner of reads between two layouts of them. Pure."""
+"""Describes boxes of global tensors, and plans reads between two layouts of them. Pure."""

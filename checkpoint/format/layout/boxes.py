@@ -1,4 +1,4 @@
-"""Boxes of global tensors, and the index of the boxes that one rank's buffer holds.
+"""Defines boxes of global tensors, and the index of the boxes that one rank's buffer holds.
 
 Pure values. A live shard, a snapshot arena and a stored chunk are described by the same types, so
 one planner (`checkpoint.format.layout.planner`) computes the reads between any two of them.
@@ -83,7 +83,7 @@ class Box:
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Return two boxes of one tensor that share elements, or None if there are none."""
-    # Boxes that share no element along the axis that tells most of them apart need no comparison.
+    # Boxes that share no element along the axis that separates most of them need no comparison.
     axes = range(max((len(box.shape) for box in boxes), default=0))
     axis = max(axes, key=lambda n: len({box.offset[n] for box in boxes}), default=None)
     if axis is None:
@@ -131,7 +131,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Json) -> Entry:
-        """Parse what `to_json` returned."""
+        """Parse a result of `to_json`."""
         key, dtype, global_shape, offset, shape, byte_offset, nbytes = data
         return cls(
             key=key,
@@ -186,7 +186,7 @@ def encode_index(nbytes: int, encoded_entries: str, documents: Mapping[str, Json
 
 
 def decode_index(encoded: bytes, known: DecodedIndex | None = None) -> DecodedIndex:
-    """Parse what `encode_index` returned.
+    """Parse a result of `encode_index`.
 
     Args:
         encoded: the text.

@@ -1,8 +1,8 @@
-"""Compares what a checkpoint has with what a state takes, by name, in both directions.
+"""Compares the names in a checkpoint with those that a state takes, in both directions.
 
-Pure. A state asks for top-level names: `model`, `optim` where it has an optimizer, and its own. Of
-each of these, all that the checkpoint has is to be taken, and all that the state has is to be
-filled. What the checkpoint has under other names is left alone, and known by name.
+Pure. A state asks for top-level names: `model`, `optim` where it has an optimizer, and its own.
+Under each of these, everything in the checkpoint is to be taken, and everything in the state is to
+be filled. The checkpoint's other names are left alone, and can be listed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from keepstep.checkpoint.format.layout.source import Source
 MODEL, OPTIMIZER = MODEL_PREFIX.rstrip("/"), OPTIMIZER_PREFIX.rstrip("/")
 
 _NAMES_OF_PARAMETERS = "param_names"
-"""Names that PyTorch keeps in a group beside hyperparameters, if an optimizer was given names."""
+"""Names that PyTorch keeps in a group in addition to hyperparameters, if an optimizer got names."""
 
 _MOST_NAMES = 4
-"""How many names a line has; of others it says how many there are."""
+"""Number of names in a line, which counts the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """Names all that a state asks a checkpoint for.
+    """The names that a state asks a checkpoint for.
 
     Attributes:
         names: top-level names; a name may have slashes.
         parameters: names of the parameters that this rank's optimizers update; None without an
             optimizer, or where its groups and numbers are not compared.
-        elsewhere: what other ranks take, such as other stages of a pipeline: see `taken_names`.
-        left_out: what the checkpoint has of the requested names and the source does not carry, each
-            with the reason.
+        elsewhere: names that other ranks take, such as other stages of a pipeline: see
+            `taken_names`.
+        left_out: requested names in the checkpoint that the source does not carry, each with the
+            reason.
     """
 
     names: frozenset[str]
@@ -64,12 +65,12 @@ def shortened(names: Iterable[str], most: int = _MOST_NAMES) -> str:
 def taken_names(
     filled: Iterable[str], documents: Mapping[str, Json], requested: Requested
 ) -> set[str]:
-    """Return the names that a rank takes, to tell other ranks, which need not take them.
+    """Return the names that a rank takes; other ranks need not take them.
 
     Args:
         filled: keys of its tensors.
         documents: its documents.
-        requested: what it asks for.
+        requested: the names that it asks for.
     """
     tied: Mapping[str, Json] = documents.get(TIED) or {}
     updated = {*(requested.parameters or ())}
@@ -92,14 +93,14 @@ def differences(
     source: Source,
     requested: Requested,
 ) -> list[str]:
-    """Return what a source has that a state does not take, and what it does not fill, in words.
+    """Return the source's names that a state leaves, and the state's unfilled names, in words.
 
     Args:
         filled: the keys of the state's tensors, each with the key of the source's tensor that fills
             it; None if none does.
         documents: the state's documents.
-        source: what is read.
-        requested: what the state asks for.
+        source: the source to read.
+        requested: the names that the state asks for.
 
     Returns:
         One line for each kind of difference.
@@ -116,8 +117,8 @@ def leaves_anything(
     Args:
         filled: keys of its tensors.
         documents: its documents.
-        source: what is read.
-        requested: what it asks for.
+        source: the source to read.
+        requested: the names that it asks for.
     """
     compared = _Comparison({key: key for key in filled}, documents, source, requested)
     return bool(compared.left_tensors() or compared.left_values() or compared.left_parameters())
@@ -133,7 +134,7 @@ def has_optimizer_state(source: Source) -> bool:
 
 
 def not_requested(source: Source, requested: Requested) -> str:
-    """Return what a source has under other names, in words: each name with a count; or nothing."""
+    """Return a source's other names, in words: each top-level name with a count; "" for none."""
     counts: dict[str, list[int]] = {}
     for number, keys in enumerate((source.tensors, source.documents.get(VALUES) or ())):
         for key in keys:
@@ -151,7 +152,7 @@ def _counted(counts: Iterable[int]) -> Iterator[str]:
 
 
 class _Comparison:
-    """Holds the names that `differences` compares, each with what is looked up in it."""
+    """Holds the names that `differences` compares, and their lookups."""
 
     def __init__(
         self,
@@ -169,8 +170,8 @@ class _Comparison:
         self._tied: Mapping[str, Json] = documents.get(TIED) or {}
 
     def lines(self) -> Iterator[tuple[list[str], str]]:
-        """Yield names, and what is wrong with them."""
-        # Why something was left out says more than that it is missing.
+        """Yield names with the reason why they differ."""
+        # The reason for leaving a name out says more than that it is missing.
         reasons = dict.fromkeys(reason for _, reason in self._requested.left_out)
         for reason in reasons:
             yield (
@@ -199,15 +200,16 @@ class _Comparison:
             yield from self._optimizers({parameter_of(key) for key in left})
 
     def left_tensors(self) -> list[str]:
-        """Return the tensors of the source that the state asks for, and nobody takes."""
-        # What is tied in the source is stored once, and in the model under each of its names.
+        """Return the tensors of the source that the state asks for, and no rank takes."""
+        # Tied tensors are stored once in the source, and are in the model under each of their
+        # names.
         ties = self._source.documents.get(TIED) if MODEL in self._requested.names else None
         aliases = (f"{MODEL_PREFIX}{alias}" for alias in ties or ())
         keys = dict.fromkeys([*self._source.known_keys(), *aliases])
         return [key for key in keys if not self._is_taken(key)]
 
     def left_values(self) -> list[str]:
-        """Return the values of the source that the state asks for, and nobody takes."""
+        """Return the values of the source that the state asks for, and no rank takes."""
         taken = {*(self._documents.get(VALUES) or ()), *self._elsewhere}
         stored = self._stored_values()
         return [name for name in stored if self._requested.covers(name) and name not in taken]
@@ -219,10 +221,10 @@ class _Comparison:
         return self._source.documents.get(VALUES) or {}
 
     def left_parameters(self) -> list[str]:
-        """Return the parameters of the source's optimizers that none here has.
+        """Return the parameters of the source's optimizers that no optimizer here has.
 
-        One that was never updated has nothing but its group's hyperparameters. Where others take
-        the same, nothing is left: parameters that are frozen may be in a group or in none.
+        A parameter that was never updated has only its group's hyperparameters. Where others take
+        the same ones, nothing is left: frozen parameters may be in a group or in none.
         """
         if self._requested.parameters is None:
             return []
@@ -255,7 +257,7 @@ class _Comparison:
 
     @cached_property
     def _updated(self) -> Collection[str]:
-        """The parameters of which the source has slots or numbers."""
+        """The parameters whose slots or numbers the source has."""
         scalars: Mapping[str, Json] = self._source.documents.get(SCALARS) or {}
         keys = (key for key in self._source.known_keys() if key.startswith(OPTIMIZER_PREFIX))
         return {
@@ -265,7 +267,7 @@ class _Comparison:
 
     @cached_property
     def _named(self) -> Collection[str]:
-        """The parameters of which the source has any state of an optimizer."""
+        """The parameters for which the source has any optimizer state."""
         return {*self._options, *self._updated}
 
     def _is_taken(self, key: str) -> bool:
@@ -277,8 +279,8 @@ class _Comparison:
         name = parameter_of(key).removeprefix(MODEL_PREFIX)
         first = self._first(name)
         if first is not None:
-            # Other tools, and models that do not tie them, have a tensor under each name. What
-            # these hold is compared elsewhere.
+            # Other tools, and models that do not tie them, have a tensor under each name. Their
+            # values are compared elsewhere.
             parameter = f"{MODEL_PREFIX}{first}"
             slot = key.rpartition("/")[2]
             if (slot_key(parameter, slot) if is_slot else parameter) in self._taken:
@@ -292,10 +294,10 @@ class _Comparison:
         )
 
     def _optimizers(self, reported: Collection[str]) -> Iterator[tuple[list[str], str]]:
-        """Yield what differs in groups and numbers.
+        """Yield the differences of groups and numbers.
 
         Args:
-            reported: keys of parameters of which slots that nobody takes were reported.
+            reported: keys of parameters whose slots were already reported as left.
         """
         own = self._own_parameters()
         if own and not self._named:
@@ -306,7 +308,7 @@ class _Comparison:
             return
         yield (
             [f"{OPTIMIZER_PREFIX}{name}" for name in self._lacking_parameters()],
-            "a parameter of which the source has no optimizer state",
+            "a parameter without optimizer state in the source",
         )
         yield (
             [
@@ -320,10 +322,10 @@ class _Comparison:
         yield from self._hyperparameters(self._options)
 
     def _lacking_parameters(self) -> Iterator[str]:
-        """Yield the parameters of the state's optimizers of which the source has nothing.
+        """Yield the parameters of the state's optimizers that the source does not have.
 
-        One that has no slots in any case needs nothing but its group's hyperparameters, which may
-        be those of others in the group.
+        A parameter that never has slots needs only its group's hyperparameters, which may be those
+        of others in the group.
         """
         own = self._own_parameters()
         without_slots = frozenset(self._documents.get(WITHOUT_SLOTS) or ())
@@ -353,7 +355,7 @@ class _Comparison:
                 f"{OPTIMIZER_PREFIX}{path}"
                 for path in own
                 if path not in stored
-                # What is noted of a tensor.
+                # An annotation of a tensor.
                 and f"{OPTIMIZER_PREFIX}{path}" not in self._filled
                 and not self._has_number(path, stored)
             ],
@@ -379,7 +381,7 @@ class _Comparison:
     ) -> Iterator[tuple[list[str], str]]:
         """Yield the hyperparameters that the source lacks, and those of tied names that differ.
 
-        A switch that the source lacks stays as it is: later releases of PyTorch add such.
+        A switch that the source lacks stays as it is: later releases of PyTorch add some.
         """
         lacking: dict[str, None] = {}
         for group in self._documents.get(GROUPS) or ():
@@ -413,6 +415,6 @@ def _name_of(tie: Tie) -> str:
 
 
 def _part_of(key: str) -> str | None:
-    """Return which of the parts that are not the caller's own a key is of."""
+    """Return the top-level part of a key, `model` or `optim`; None for the caller's own names."""
     top = key.partition("/")[0]
     return top if top in (MODEL, OPTIMIZER) else None

@@ -1,9 +1,9 @@
-"""Digest of the contents of a checkpoint, taken before they are encoded and compared later.
+"""Computes a digest of a checkpoint's contents before they are encoded, for a later comparison.
 
 Pure. The digest is the sum, modulo 2^64, of a hash of each chunk: its tensor, its place and the
 CRC-32C of its elements in C order. A sum depends on neither order nor ranks: each rank adds its
-chunks, and a few bytes hold the digest of a checkpoint of any size. Unlike the checksums of what is
-stored, it covers the way from memory to storage and back.
+chunks, and a few bytes hold the digest of a checkpoint of any size. Unlike the checksums of stored
+bytes, it covers the way from memory to storage and back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ DIGEST = "saved/digest"
 OF_ONE_SAVE = frozenset({DIGEST, PROVENANCE})
 """Documents about how a state was saved: equal states may have others.
 
-The digest depends on the chunks, so on how many ranks saved, and what DCP's writer saves has none.
+The digest depends on the chunks, so on how many ranks saved, and checkpoints of DCP's writer have
+none.
 """
 
 _MODULUS = 2**64

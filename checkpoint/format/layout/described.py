@@ -1,7 +1,7 @@
-"""Reads the documents that say what tensors are, and checks them against the tensors.
+"""Reads the documents that describe tensors, and checks them against the tensors.
 
-Pure. A document may come from anybody: nothing is relied on that contradicts the tensors. Members
-of an entry that are not known here are left to later releases.
+Pure. A document may come from any source: one that contradicts the tensors is refused. Unknown
+members of an entry are left to later releases.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Master:
 
 
 def found(mapping: Mapping[str, object], name: str) -> str | None:
-    """Return the key of a mapping by tensors that a name is: itself, or with `model/` before it."""
+    """Return a name's key in a mapping by tensors: itself, or with `model/` before it."""
     return next((key for key in (name, f"{MODEL_PREFIX}{name}") if key in mapping), None)
 
 
@@ -61,7 +61,7 @@ def logical_shape_of(document: Json, key: str) -> tuple[int, ...] | None:
 
 
 def tie_of(document: Json, key: str) -> Tie | None:
-    """Return what the document of ties says that a key stands for; None if it is not there."""
+    """Return the tensor that a key stands for by the document of ties; None if it is not there."""
     if document is None or not key.startswith(MODEL_PREFIX):
         return None
     entry = document.get(key.removeprefix(MODEL_PREFIX))
@@ -86,7 +86,7 @@ def stored_parameter(document: Json, name: str, own_names: Collection[str]) -> T
 
 
 def master_of(document: Json, key: str) -> Master | None:
-    """Return what the document of masters says of a parameter; None if it is not there."""
+    """Return a parameter's entry in the document of masters; None if it is not there."""
     entry = _entry_of(document, key)
     return None if entry is None else Master(slot_key(key, entry["slot"]), entry["dtype"])
 
@@ -125,12 +125,12 @@ _NARROWER: Mapping[str, tuple[str, ...]] = {
 def check_described(
     documents: Mapping[str, Json], tensors: _Tensors, *, rank: int = 0, world_size: int = 1
 ) -> None:
-    """Check what documents say of tensors.
+    """Check the documents that describe tensors.
 
     Args:
-        documents: all documents; those about something else are left alone.
-        tensors: all that the documents may be about.
-        rank: which share of what is said this rank checks, of tensors that follow each other.
+        documents: all documents; others are left alone.
+        tensors: all tensors that the documents may describe.
+        rank: the share of the descriptions that this rank checks: of consecutive tensors.
         world_size: the number of shares.
 
     Raises:
@@ -159,7 +159,7 @@ def check_described(
 def _check_parts(where: str, key: str, entry: dict[str, Json], tensors: _Tensors) -> None:
     spec = tensors.get(key)
     if spec is None:
-        # Releases before wrote the parts of further names of tied weights, too.
+        # Former releases wrote the parts of further names of tied weights, too.
         return
     try:
         table = PartTable.from_json(entry)
@@ -232,7 +232,7 @@ def _check_scales(where: str, key: str, entry: dict[str, Json], tensors: _Tensor
 
 
 def _check_acyclic(name: str, documents: Mapping[str, Json], tensors: _Tensors) -> None:
-    """Check that no tensor is an average, or the scale, of what is an average or scale of it."""
+    """Check that no tensor is an average, or the scale, of its own average or scale."""
     references = {
         found(tensors, key): [
             entry[member]
@@ -261,7 +261,7 @@ _CHECKS: Mapping[str, Callable[[str, str, dict[str, Json], _Tensors], None]] = {
 def _share(
     entries: Iterable[tuple[str, Json]], rank: int, world_size: int
 ) -> Sequence[tuple[str, Json]]:
-    """Return a rank's share of what is said of tensors, by key, in order of the keys."""
+    """Return a rank's share of the descriptions of tensors, by key, in order of the keys."""
     ordered = sorted(entries, key=lambda entry: entry[0])
     first, end = (n * len(ordered) // world_size for n in (rank, rank + 1))
     return ordered[first:end]

@@ -1,9 +1,9 @@
-"""What tensors are beyond their shapes: fused parts, padding, masters, averages, scales.
+"""Describes tensors beyond their shapes: fused parts, padding, masters, averages, scales.
 
-Pure. Callers pass `Descriptions`; `describing_documents` makes of them the documents that FORMAT.md
-specifies, each for itself, and `keepstep.checkpoint.format.layout.described` reads these.
+Pure. Callers pass `Descriptions`; `describing_documents` converts them to the separate documents
+that FORMAT.md specifies, and `keepstep.checkpoint.format.layout.described` reads these.
 
-A tensor is named by its key, of which `model/` may be left out: `fc.weight` is the parameter of the
+A tensor is named by its key, without `model/` if one likes: `fc.weight` is the parameter of the
 module, `model/fc.weight`.
 """
 
@@ -39,7 +39,7 @@ class Scale:
             elements with dimensions of 1 left out or added.
         block_shape: shape of the blocks that have a scale each, in elements of the quantized tensor
             as it is stored; its own shape for one scale of all.
-        dtype: data type of what the elements stand for, such as `bfloat16`.
+        dtype: data type of the dequantized elements, such as `bfloat16`.
         zero_point: the tensor of the zero points, of the shape of the scales; None for zero.
     """
 
@@ -56,7 +56,7 @@ class Average:
     Args:
         of: the tensor that is averaged.
         decay: that of an exponential average; None for another kind.
-        count: the tensor of one element that counts what was averaged; None if nothing does.
+        count: the tensor of one element that counts the averaged steps; None if there is none.
     """
 
     of: str
@@ -66,10 +66,10 @@ class Average:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptions:
-    """What tensors of a state are, as far as names, shapes and placements do not tell.
+    """Properties of a state's tensors that names, shapes and placements do not show.
 
-    Tensors are named by their keys, of which `model/` may be left out. Where the keys of a mapping
-    are patterns, such as `*.qkv.weight`, the first that matches counts. Optimizer slots of a
+    Tensors are named by their keys, without `model/` if one likes. Where the keys of a mapping are
+    patterns, such as `*.qkv.weight`, the first that matches counts. Optimizer slots of a
     parameter's shape are described with the parameter.
 
     Args:
@@ -80,10 +80,10 @@ class Descriptions:
         padding: the logical shapes of tensors that have more elements than that, by patterns:
             `{"embed.weight": (50257, 768)}`. The logical elements come first in every dimension.
         scales: the scales of quantized tensors, by the tensors' names.
-        averages: what tensors are averages of, by their names. Those of an `AveragedModel` inside
-            the module are known without.
+        averages: the averaged tensors, by the names of the averages. Those of an `AveragedModel`
+            inside the module are found automatically.
         master_slots: names of optimizer slots that hold a parameter in a wider data type. Those of
-            Transformer Engine and of Megatron-Core are known without.
+            Transformer Engine and of Megatron-Core are known.
     """
 
     parts: Mapping[str, PartTable] = field(default_factory=dict)
@@ -98,7 +98,7 @@ NOT_DESCRIBED = Descriptions()
 
 
 def matching(described: Mapping[str, _Described], key: str) -> _Described | None:
-    """Return what the first pattern that matches a tensor's key is mapped to; None without one."""
+    """Return the value of the first pattern that matches a tensor's key; None without one."""
     names = (key, key.removeprefix(MODEL_PREFIX))
     return next(
         (
@@ -113,7 +113,7 @@ def matching(described: Mapping[str, _Described], key: str) -> _Described | None
 def describing_documents(
     descriptions: Descriptions, tensors: Mapping[str, TensorSpec], *, is_whole: bool = True
 ) -> dict[str, Json]:
-    """Return the documents that say what these tensors are; none that would be empty.
+    """Return the documents that describe these tensors; no empty ones.
 
     Args:
         descriptions: also of tensors that other ranks hold, which are left out.
@@ -148,7 +148,7 @@ def describing_documents(
 
 
 def _own_keys(tensors: Mapping[str, TensorSpec]) -> list[str]:
-    """Return the keys of tensors that are not slots of another one that is there."""
+    """Return the keys of tensors that are not slots of another one in the mapping."""
     return [key for key in tensors if (p := parameter_of(key)) == key or p not in tensors]
 
 

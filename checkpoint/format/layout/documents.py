@@ -1,4 +1,4 @@
-"""Documents (the parts of a state that are not tensors), merged over the ranks that hold them.
+"""Merges documents, the parts of a state that are not tensors, over the ranks that hold them.
 
 Pure, and without torch: snapshot servers use it too.
 """
@@ -26,22 +26,22 @@ VALUES = "values"
 """The document that holds the JSON values that a caller gave, by name."""
 
 WITHOUT_SLOTS = "optim/without slots"
-"""The document of a shard in memory that lists parameters of which no rank has slots: nobody is to
-be asked for them. What is stored does not have it."""
+"""The document of a shard in memory that lists parameters without slots on any rank, so that no
+rank is asked for them. Stored checkpoints do not have it."""
 
 _BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES, SUBCLASSES})
-"""Documents with an entry for each tensor that they are about: ranks have different ones."""
+"""Documents with an entry for each tensor that they describe: ranks have different ones."""
 
 OF_OWN_TENSORS = _BY_TENSOR | {GROUPS}
-"""Documents in which each rank says only what it knows of its own tensors."""
+"""Documents in which each rank describes its own tensors only."""
 
 
 def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     """Return the documents of all ranks, in their order, as one mapping.
 
     Pipeline stages have different parameters, and each rank knows those of its own stage only; a
-    rank may also give values that others do not give. Of values of one name, and of other
-    documents, the last rank's count, of the provenance the first's.
+    rank may also give values that others do not give. If ranks have different values under one
+    name, or different documents, the last rank's count; for the provenance, the first rank's.
     """
     merged: dict[str, Json] = {}
     grouped: set[str] = set()
@@ -69,11 +69,11 @@ def document_digests(documents: Mapping[str, Json]) -> dict[str, str]:
 def last_holders(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], int]:
     """Return the last rank that has each document, by the document's name and digest.
 
-    What these ranks have is all that `merged_documents` needs: of values that differ the last
+    These ranks' documents are all that `merged_documents` needs: where values differ, the last
     rank's count.
 
     Args:
-        digests_of_ranks: what `document_digests` returned on each rank.
+        digests_of_ranks: the result of `document_digests` on each rank.
     """
     return {
         (name, digest): rank

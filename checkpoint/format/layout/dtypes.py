@@ -1,4 +1,4 @@
-"""Names of data types, and their counterparts in Zarr v3 and NumPy.
+"""Maps names of data types to their counterparts in Zarr v3 and NumPy.
 
 The names are Zarr's, core and registered extensions, which are also torch's. Types of torch that
 Zarr lacks keep torch's name and are stored as another type, which Zarr has. ml_dtypes supplies the
@@ -30,7 +30,7 @@ _NUMPY: dict[str, np.dtype] = {
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype of a data type name, which is that of its bytes if NumPy has none.
+    """Return the NumPy dtype of a data type name; a dtype of bytes if NumPy has none.
 
     Raises:
         ValueError: the format does not store this data type.
@@ -44,15 +44,15 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def zarr_data_type(name: str) -> str:
-    """Return the Zarr v3 name of the data type that a data type is stored as: mostly itself."""
+    """Return the Zarr v3 name of the data type as which a data type is stored: mostly itself."""
     return _STORED_AS.get(name, name)
 
 
 def is_convertible(source: str, target: str) -> bool:
-    """Return whether values of a data type have a counterpart in another one, but for rounding.
+    """Return whether values of a data type have a counterpart in another one, except for rounding.
 
-    A float may be rounded to another float. An imaginary part, a fraction, or an integer that the
-    target does not reach would be lost without a word.
+    A float may be rounded to another float. An imaginary part, a fraction, or an integer outside
+    the target's range would be lost silently.
     """
     if source == target:
         return True

@@ -3,10 +3,10 @@
 JSON has lists and mappings by text alone. Other containers are objects with one member whose name
 begins with `$`: `{"$tuple": [...]}`, `{"$pairs": [[key, value], ...]}` for mappings by other keys,
 and so on (FORMAT.md lists them). A tensor inside is `{"$slot": {"name": ...}}`, which is stored as
-a tensor of this name beside the parameter's other slots, or `{"$tensor": {"dtype": ..., "shape":
-..., "data": BASE64}}`.
+a tensor of this name with the parameter's other slots, or `{"$tensor": {"dtype": ..., "shape": ...,
+"data": BASE64}}`.
 
-Pure, and without torch: what is a tensor, and what it becomes, the caller says.
+Pure, and without torch: the caller recognizes tensors and encodes them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def encode_value(name: str, value: object, encode_other: Callable[[str, object],
     """Return a copy of a value as JSON.
 
     Args:
-        name: what the value is, for the error message.
+        name: of the value, for the error message.
         value: mappings, lists, tuples, sets, deques, numbers, text, bytes and None, nested.
-        encode_other: returns what else is in it as JSON, such as a tensor, given what it is called.
-            Returns None for what it does not know.
+        encode_other: returns any other object in it as JSON, such as a tensor, given its name.
+            Returns None for an unknown object.
 
     Raises:
         LayoutMismatch: something in it cannot be stored; the message names the place.
@@ -103,20 +103,20 @@ def _encode(
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Makes values of what `encode_value` has returned.
+    """Decodes results of `encode_value`.
 
     Attributes:
-        decode_other: returns what `encode_other` was given, given the name of what it returned,
-            such as `$slot`, and the content.
+        decode_other: returns the object that `encode_other` encoded, given the member's name, such
+            as `$slot`, and its content.
     """
 
     decode_other: Callable[[str, Json], Any]
 
     def decode(self, encoded: Json) -> Any:
-        """Return the value of what `encode_value` has returned.
+        """Return the value that `encode_value` encoded.
 
         Raises:
-            LayoutMismatch: it is nothing that `encode_value` returns.
+            LayoutMismatch: it is no result of `encode_value`.
         """
         if isinstance(encoded, list):
             return [self.decode(item) for item in encoded]
@@ -143,12 +143,12 @@ class Decoder:
 
 
 def noted_slots(values: Mapping[str, Json]) -> dict[str, Mapping[str, Json]]:
-    """Return what is noted of the tensors inside of encoded values, by the tensors' names."""
+    """Return the annotations of tensors inside encoded values, by the tensors' names."""
     return {noted["name"]: noted for value in values.values() for noted in slots_within(value)}
 
 
 def slots_within(encoded: Json) -> Iterator[Mapping[str, Json]]:
-    """Yield what is noted of each tensor that is stored beside the parameter's other slots."""
+    """Yield the annotation of each tensor that is stored with the parameter's other slots."""
     if isinstance(encoded, list):
         for item in encoded:
             yield from slots_within(item)

@@ -1,4 +1,4 @@
-"""Flat fragments: contiguous ranges of a flattened tensor, as boxes.
+"""Converts flat fragments, contiguous ranges of a flattened tensor, to boxes.
 
 Pure. FSDP1 and ZeRO keep parameters one after the other in a flat buffer and cut that between the
 ranks without regard to rows, so a rank has a range of a parameter's elements. Such a range is a few
@@ -16,9 +16,9 @@ from keepstep.checkpoint.format.layout.boxes import Box
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Return the boxes that make up a range of a tensor's elements in C order.
 
-    The boxes are disjoint, not empty, and in the order of their elements. Of a tensor with n
-    dimensions there are 2n - 1 at most: pieces of the first row, whole rows, pieces of the last
-    row, and the same within the pieces.
+    The boxes are disjoint, not empty, and in the order of their elements. A tensor with n
+    dimensions has at most 2n - 1: pieces of the first row, whole rows, pieces of the last row, and
+    the same within the pieces.
 
     Args:
         shape: shape of the whole tensor.

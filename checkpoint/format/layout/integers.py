@@ -1,4 +1,4 @@
-"""Integer arithmetic of sizes, exact where floating-point division is not. Pure."""
+"""Computes with integer sizes, exactly where floating-point division is not. Pure."""
 
 from __future__ import annotations
 

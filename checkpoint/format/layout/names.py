@@ -1,4 +1,4 @@
-"""Names of tensors: what a key says, and which can be a path of groups, directories and objects.
+"""Interprets names of tensors, and checks that they can be paths of groups and objects.
 
 Pure. Writers refuse a bad name before any byte is written; readers refuse it before any path is
 built from it.

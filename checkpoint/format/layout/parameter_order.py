@@ -1,7 +1,7 @@
-"""The order in which optimizers were given their parameters, as far as somebody knows it. Pure.
+"""Represents the order in which optimizers got their parameters, if it is known. Pure.
 
-Other tools' files number an optimizer's parameters through its groups. Shapes do not prove which is
-which: a model has many parameters of one shape.
+Other tools' files number an optimizer's parameters through its groups. Shapes do not identify them:
+a model has many parameters of one shape.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ Groups = Sequence[Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class LiveOrders:
-    """The optimizers that are to be filled: names of parameters by group, by the optimizer's name.
+    """The optimizers to fill: names of parameters by group, by the optimizer's name.
 
-    The script that makes them is the one that was stopped, or does as that did.
+    The script that creates them is the one that was stopped, or creates them in the same way.
     """
 
     groups: Mapping[str, Groups]
 
     def order_of(self, name: str, number: int, count: int) -> Groups | None:
-        """Return the groups of the optimizer that an entry of a file is of; None if unknown.
+        """Return the groups of the optimizer that an entry of a file belongs to; None if unknown.
 
         Args:
             name: the entry's name.
-            number: which of the file's optimizers it is.
-            count: how many the file has.
+            number: the optimizer's number in the file.
+            count: the file's number of optimizers.
         """
         if name in self.groups:
             return self.groups[name]

@@ -1,9 +1,9 @@
-"""Named parts of a fused dimension, and where the slices of tensor parallelism lie in it.
+"""Locates the named parts of a fused dimension, and tensor-parallel slices of them.
 
 Pure. A fused projection is several matrices in one: q, k and v, or gate and up. Tensor parallelism
 cuts each of them, so that a rank's rows are [q_r | k_r | v_r], and the shards put one after the
-other are not the unsharded matrix. A table says which parts there are; with it a shard is stored as
-the pieces of the global tensor that it is, which are the same whatever the number of ranks.
+other are not the unsharded matrix. A table names the parts; with it a shard is stored as pieces of
+the global tensor, which are the same whatever the number of ranks.
 
 Megatron-LM interleaves q, k and v by query group: its global order is
 [q_0 | k_0 | v_0 | q_1 | k_1 | v_1 | ...]. Up to as many ranks as groups have whole groups each;
@@ -24,7 +24,7 @@ class Part:
     """One part of a fused dimension.
 
     Args:
-        name: what it is called, such as `q`.
+        name: its name, such as `q`.
         extent: its size in elements along the dimension, in all groups together.
         most_slices: the most slices it is cut into, such as the number of key and value heads; more
             ranks than that hold copies. None: as many as there are ranks.
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PartSpan:
     """A run of elements along the fused dimension; all numbers in elements."""
 
     local_offset: int
@@ -99,8 +99,8 @@ class PartTable:
         """The size of the dimension in the unsharded tensor, in elements."""
         return sum(part.extent for part in self.parts)
 
-    def pieces(self, degree: int, number: int) -> tuple[Piece, ...]:
-        """Return which elements of the global dimension a rank holds, in their local order.
+    def pieces(self, degree: int, number: int) -> tuple[PartSpan, ...]:
+        """Return the elements of the global dimension that a rank holds, in their local order.
 
         Locally the pieces lie one after the other, without gaps. No two touch in both orders.
 
@@ -113,14 +113,14 @@ class PartTable:
         """
         if not 0 <= number < degree:
             raise ValueError(f"there is no slice {number} of {degree}")
-        pieces: list[Piece] = []
+        pieces: list[PartSpan] = []
         local_offset = 0
         for global_offset, extent in self._runs(degree, number):
             last = pieces[-1] if pieces else None
             if last is not None and last.global_offset + last.extent == global_offset:
-                pieces[-1] = Piece(last.local_offset, last.global_offset, last.extent + extent)
+                pieces[-1] = PartSpan(last.local_offset, last.global_offset, last.extent + extent)
             else:
-                pieces.append(Piece(local_offset, global_offset, extent))
+                pieces.append(PartSpan(local_offset, global_offset, extent))
             local_offset += extent
         return tuple(pieces)
 
@@ -141,7 +141,7 @@ class PartTable:
 
     @classmethod
     def from_json(cls, data: Json) -> PartTable:
-        """Parse what `to_json` returned.
+        """Parse a result of `to_json`.
 
         Raises:
             ValueError: it is anything else.
@@ -160,7 +160,7 @@ class PartTable:
         )
 
     def _runs(self, degree: int, number: int) -> Iterator[tuple[int, int]]:
-        """Yield (global offset, extent) of what the rank holds of each part in each group."""
+        """Yield (global offset, extent) of the rank's elements of each part in each group."""
         if degree % self.groups and self.groups % degree:
             raise LayoutMismatch(
                 f"parts {_names(self.parts)} are interleaved in {self.groups} groups, which "

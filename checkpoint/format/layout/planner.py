@@ -1,4 +1,4 @@
-"""Planner of the reads that fill wanted boxes from the boxes that sources hold.
+"""Plans the reads that fill wanted boxes from the boxes that sources hold.
 
 Pure. Boxes of one tensor may overlap between sources (replicas); each wanted element is planned
 exactly once, from the earliest source that holds it. The cost is linear in the entries of the
@@ -35,7 +35,7 @@ def plan_reads(
 
     Args:
         wanted: tensor keys and the boxes of these tensors to fill.
-        sources: what each source holds, preferred sources first.
+        sources: the boxes that each source holds, preferred sources first.
 
     Raises:
         LayoutMismatch: no source holds part of a wanted box.
@@ -54,7 +54,7 @@ def plan_reads(
 def plan_available_reads(
     wanted: Sequence[tuple[str, Box]], sources: Sequence[ShardIndex]
 ) -> tuple[tuple[Read, ...], tuple[tuple[int, Box], ...]]:
-    """Plan the reads of what the sources hold, and return the parts that no source holds.
+    """Plan reads from the sources, and return the parts that no source holds.
 
     Args:
         wanted: as for `plan_reads`.

@@ -1,9 +1,9 @@
-"""Recognizes quantized weights: which tensors are codes, which are scales, what they stand for.
+"""Recognizes quantized weights: which tensors are codes and scales of a weight.
 
-Pure. The document of scales says it of elements that have the weight's shape. A Hugging Face
-configuration's `quantization_config` says it of packed ones, too: of GPTQ (AutoGPTQ, GPTQModel),
-AWQ (AutoAWQ, version gemm), compressed-tensors, and float8 with scales of blocks, rows or all.
-A weight is recognized only if the shapes of its tensors agree; nothing is guessed.
+Pure. The document of scales describes elements that have the weight's shape. A Hugging Face
+configuration's `quantization_config` describes packed ones, too: of GPTQ (AutoGPTQ, GPTQModel), AWQ
+(AutoAWQ, version gemm), compressed-tensors, and float8 with scales of blocks, rows or all. A weight
+is recognized only if the shapes of its tensors agree; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FLOAT8 = "float8_"
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-"""Data types of numbers that stand for themselves, unless scales are said to belong to them."""
+"""Data types of plain numbers, unless scales are known to belong to them."""
 
-# Endings of names beside a weight's that libraries give to codes and scales.
+# Endings that libraries append to a weight's name for codes and scales.
 _ENDINGS = (
     "_blocks",
     "_packed",
@@ -38,8 +38,8 @@ _ENDINGS = (
     ".absmax",
     ".quant_map",
 )
-# Names beside `weight` in a module.
-_BESIDE_WEIGHT = ("qweight", "SCB", "B", "codes", "Qidxs", "W_q")
+# Names next to `weight` in a module.
+_NAMES_NEXT_TO_WEIGHT = ("qweight", "SCB", "B", "codes", "Qidxs", "W_q")
 _SCALE_DTYPES = (*FLOATS, "float8_e8m0fnu")
 
 OF_ACTIVATIONS = (
@@ -51,7 +51,7 @@ OF_ACTIVATIONS = (
     "output_scale",
     "output_zero_point",
 )
-"""Last parts of names of what quantizes activations; a module without quantization has none."""
+"""Last parts of names of tensors that quantize activations; an unquantized module has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Elements of few bits, several in each 32-bit word; groups of inputs have a scale each.
+    """Elements of a few bits, several in each 32-bit word; each group of inputs has a scale.
 
     Attributes:
         bits: bits of an element.
         packed_axis: axis of the codes along which elements share words.
-        input_axis: axis of codes and scales that the weight's second dimension is: 1, or 0 where
-            the codes are of its transpose. Zero points share words along the other axis.
+        input_axis: axis of codes and scales for the weight's second dimension: 1, or 0 where the
+            codes are those of its transpose. Zero points share words along the other axis.
         places: the place in a word of each of its elements.
         group_size: inputs that have a scale, where no tensor says it.
         added_to_zeros: what is added to each word of zero points, modulo 2**32. GPTQ stores them
@@ -86,7 +86,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """A weight that stands in a checkpoint as codes and scales.
+    """A weight that a checkpoint holds as codes and scales.
 
     An element is (code - zero point) x scale.
 
@@ -95,11 +95,11 @@ class QuantizedWeight:
         shape: the weight's shape.
         codes: key of the codes.
         scale: key of the scales.
-        form: how codes and scales belong together.
+        form: the relation of codes and scales.
         zero_point: key of the zero points; None for half of the range of packed codes, else zero.
         groups: key of the group of each input; None if groups follow each other.
         stored_shape: key of the tensor that has the weight's shape; None if none has.
-        of_activations: keys of what quantizes the module's activations.
+        of_activations: keys of the tensors that quantize the module's activations.
     """
 
     key: str
@@ -114,13 +114,13 @@ class QuantizedWeight:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The keys of all tensors that the weight stands in."""
+        """The keys of all tensors that hold the weight."""
         keys = (self.codes, self.scale, self.zero_point, self.groups, self.stored_shape)
         return tuple(key for key in keys if key is not None)
 
 
 def quantization_config(documents: Mapping[str, Json]) -> Mapping[str, Json] | None:
-    """Return what a model's configuration says of its quantization; None if nothing."""
+    """Return the `quantization_config` of a model's configuration; None without one."""
     config = documents.get(CONFIG)
     if not isinstance(config, Mapping):
         return None
@@ -139,14 +139,14 @@ def method_name(quantization: Mapping[str, Json]) -> str:
 
 
 def is_quantized(documents: Mapping[str, Json]) -> bool:
-    """Return whether documents say that there are quantized weights."""
+    """Return whether documents describe quantized weights."""
     return bool(documents.get(SCALES)) or quantization_config(documents) is not None
 
 
 def quantized_weights(
     documents: Mapping[str, Json], tensors: _Tensors
 ) -> dict[str, QuantizedWeight]:
-    """Return the quantized weights that documents say how to read, by key.
+    """Return the quantized weights that the documents describe, by key.
 
     Args:
         documents: those of a checkpoint, that on scales checked against its tensors.
@@ -168,10 +168,10 @@ def quantized_weights(
 
 
 def keys_of_quantized(documents: Mapping[str, Json], tensors: _Tensors) -> frozenset[str]:
-    """Return the keys of what quantized weights stand in, which is never rounded.
+    """Return the keys of tensors that hold quantized weights, which are never rounded.
 
-    Where the configuration names a method that is not known here, these are all tensors of modules
-    that have others than a weight and a bias. Without a configuration names tell.
+    For a method that is not known here, these are all tensors of modules with more than a weight
+    and a bias. Without a configuration they are recognized by name.
     """
     weights = quantized_weights(documents, tensors) if is_quantized(documents) else {}
     known = {key for weight in weights.values() for key in (*weight.parts, *weight.of_activations)}
@@ -194,10 +194,10 @@ def keys_of_quantized(documents: Mapping[str, Json], tensors: _Tensors) -> froze
 
 
 def is_of_quantized(key: str, other: str) -> bool:
-    """Return whether a name beside a tensor's is one that libraries give to codes or scales."""
+    """Return whether a name next to a tensor's is one that libraries give to codes or scales."""
     if other.startswith(key):
         return other.removeprefix(key) in _ENDINGS
-    return other.rpartition(".")[2] in _BESIDE_WEIGHT
+    return other.rpartition(".")[2] in _NAMES_NEXT_TO_WEIGHT
 
 
 def _is_named_so(key: str, tensors: _Tensors) -> bool:
@@ -377,7 +377,7 @@ def _of_scheme(
 
 
 def _gptq(quantization: Mapping[str, Json], tensors: _Tensors) -> Iterator[QuantizedWeight]:
-    """Yield weights of GPTQ, whose zero points are less by one, but for `gptq_v2`."""
+    """Yield weights of GPTQ, whose zero points are less by one, except in `gptq_v2`."""
     stored = quantization.get("checkpoint_format") or quantization.get("format") or "gptq"
     if stored not in ("gptq", "gptq_v2"):
         return
@@ -461,7 +461,7 @@ def _of_module(
 
 
 def _are_grouped(scale: TensorSpec, shape: tuple[int, int], size: Json, *, input_axis: int) -> bool:
-    """Return whether scales are those of groups of inputs, for each output."""
+    """Return whether scales belong to groups of inputs, for each output."""
     outputs, inputs = shape
     if type(size) is not int or size < 1 or scale.dtype not in _SCALE_DTYPES:
         return False
@@ -496,7 +496,7 @@ def _three(module: str, tensors: _Tensors) -> tuple[TensorSpec, TensorSpec, Tens
 
 
 def _ending(tensors: _Tensors, suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the model's keys that end so, without the ending, and the ending."""
+    """Yield the model's keys with one of these endings, as the stem and the ending."""
     for key in tensors:
         for suffix in suffixes:
             if key.startswith(MODEL_PREFIX) and key.endswith(suffix):

@@ -1,4 +1,4 @@
-"""Versions of installed packages, for documents that say what wrote them."""
+"""Returns versions of installed packages, for documents that name their writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The retention of checkpoints, as users and messages say it. Pure."""
+"""Defines the retention of checkpoints, for users and messages. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Retention:
     Attributes:
         last: how many of the newest; 0 counts as 1.
         every: also those whose step is a multiple of this; None: no others.
-        behind: also the newest that is at least so many steps older than the newest of all, from
-            which a job may have to go on after a rejected step; 0: no other.
+        behind: also the newest one that is at least this many steps older than the newest of all,
+            since a job may have to go on from it after a rejected step; 0: no other.
     """
 
     last: int = 1

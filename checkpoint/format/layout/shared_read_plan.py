@@ -1,15 +1,15 @@
-"""Planner of a restore in which one rank reads each stored byte and hands it on to the others.
+"""Plans a restore in which one rank reads each stored byte and forwards it to the others. Pure.
 
-Pure. What is read is a unit: whole cells of one chunk that lie one after the other, because a cell
-is read completely anyway. Units that lie together in storage form a group, which one rank reads, so
+The planner reads in units: whole cells of one chunk that lie one after the other, because a cell is
+read completely anyway. Units that lie together in storage form a group, which one rank reads, so
 that many small tensors do not become many small reads. A group's reader is one of the ranks that
-want something of it. A unit of which ranks want different cells is split, so that each reads its
-own and nothing is sent, unless that would be many small reads.
+want part of it. If ranks want different cells of a unit, it is split, so that each reads its own
+and nothing is sent, unless that would cause many small reads.
 
-No rank looks at what all ranks want of all tensors: every rank tells what it wants of a group to
-the group's planner, which follows from the group's name, and the planner tells the reader. All
-planners together give equal groups that all ranks want to the ranks in turn: the ranks' numbers of
-groups differ by one at most.
+No rank sees the wants of all ranks: every rank sends its wants of a group to the group's planner,
+which follows from the group's name, and the planner sends the tasks to the reader. All planners
+together assign equal groups that all ranks want to the ranks in turn: the ranks' numbers of groups
+differ by one at most.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ UNIT_NBYTES = 8 * 2**20
 class ReadUnit:
     """Cells of a stored tensor that one rank reads, of shape `cell`, from the box's offset on.
 
-    `group` names what the same rank should read, because it lies together in storage. Elements have
-    `itemsize` bytes.
+    Units of one `group` should be read by the same rank, because they lie together in storage.
+    Elements have `itemsize` bytes.
     """
 
     group: str
@@ -57,7 +57,7 @@ class ReadUnit:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a rank wants of a unit: `box`, for its request of this number."""
+    """The part of a unit that a rank wants: `box`, for its request of this number."""
 
     unit: ReadUnit
     number: int
@@ -85,7 +85,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class ReadTask:
-    """A unit to read, and to whom its parts are delivered; the reader itself may be one of them."""
+    """A unit to read, and the ranks that get its parts; the reader itself may be one of them."""
 
     unit: ReadUnit
     deliveries: tuple[Delivery, ...]
@@ -115,7 +115,7 @@ class ReadTask:
 
 @dataclass(frozen=True, slots=True)
 class ReadGroup:
-    """Tasks for one reader. `nbytes` is the size of what at least one rank wants."""
+    """Tasks for one reader. `nbytes` is the size of the parts that at least one rank wants."""
 
     name: str
     tasks: tuple[ReadTask, ...]
@@ -160,11 +160,12 @@ def planner_of(group: str, world_size: int) -> int:
 
 
 def groups_of(wants: Iterable[tuple[int, Want]], small_nbytes: int) -> list[ReadGroup]:
-    """Return the groups that a planner was told of; equal for the same wants in any order.
+    """Return the groups of a planner's wants; equal for the same wants in any order.
 
     Args:
-        wants: what the ranks want, each with its rank.
-        small_nbytes: a unit is split if its parts are then read by so many bytes at once, or more.
+        wants: the ranks' wants, each with its rank.
+        small_nbytes: a unit is split if its parts are then read by this many bytes at once, or
+            more.
     """
     deliveries: dict[str, dict[ReadUnit, list[Delivery]]] = defaultdict(lambda: defaultdict(list))
     for rank, want in wants:
@@ -184,7 +185,7 @@ def groups_of(wants: Iterable[tuple[int, Want]], small_nbytes: int) -> list[Read
 
 
 def _split(task: ReadTask, small_nbytes: int) -> list[ReadTask]:
-    """Split a unit into boxes of cells of which the same ranks want something.
+    """Split a unit into boxes of cells, each wanted by the same ranks throughout.
 
     Returns nothing if the reads of the parts would be small, or if there is only one part.
     """
@@ -258,16 +259,17 @@ def _adjacent(shape: Sequence[int], counts: Sequence[int]) -> int:
 def assign_readers(
     groups: Sequence[ReadGroup], world_size: int, first: int
 ) -> list[list[ReadTask]]:
-    """Return what each rank reads of a planner's groups. Deterministic.
+    """Return each rank's tasks of a planner's groups. Deterministic.
 
-    A reader is a rank that wants something of the group: the one with the least to read so far, and
-    to send of this group.
+    A reader is a rank that wants part of the group: the one with the least to read so far, and to
+    send of this group.
 
     Args:
         groups: the planner's groups.
         world_size: the number of ranks.
-        first: how many groups the planners before this one have, about. Among ranks that are equal
-            otherwise, the turn begins here, so that planners with few groups choose different ones.
+        first: approximate number of groups of the planners before this one. Among ranks that are
+            equal otherwise, the turn begins here, so that planners with few groups choose different
+            ones.
     """
     tasks: list[list[ReadTask]] = [[] for _ in range(world_size)]
     load: dict[int, int] = defaultdict(int)

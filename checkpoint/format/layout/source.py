@@ -1,4 +1,4 @@
-"""The interface that a restore reads from, for stored checkpoints and in-memory snapshots alike.
+"""Defines the interface of a restore's sources: stored checkpoints and in-memory snapshots.
 
 Pure. `keepstep.checkpoint.format.stored.reader.StoredCheckpoint` implements it over Zarr,
 `keepstep.checkpoint.snapshot.memory.memory_source.MemorySource` over snapshot servers;
@@ -69,12 +69,12 @@ class Source(Protocol):
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """Return the optimizer slots of these parameters, by parameter and slot.
 
-        A source of many parts asks no more of them than it needs to.
+        A source of many parts asks as few of them as possible.
         """
         ...
 
     def known_keys(self) -> Collection[str]:
-        """Return the tensors' keys as far as they are known without asking further parts."""
+        """Return the tensors' keys that are known without asking further parts."""
         ...
 
     @property

@@ -1,7 +1,7 @@
-"""Names of a model's tensors without those of modules that only wrap another one.
+"""Removes the names of wrapper modules from the names of a model's tensors.
 
 Pure. A checkpoint names tensors as the bare model does, so that it loads with or without a wrapper.
-Converted checkpoints may have wrappers' names that nothing told from the model's own.
+Converted checkpoints may have wrappers' names that nothing distinguished from the model's own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from keepstep.checkpoint.format.layout.documents import (
 _Tensor = TypeVar("_Tensor")
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-"""Where FSDP1, activation checkpointing and `torch.compile` have their module; no others do."""
+"""Attributes in which FSDP1, activation checkpointing and `torch.compile` hold their module; no
+others use them."""
 
 PARALLEL = "module"
-"""Where `DistributedDataParallel` has its module, and where others may have something else."""
+"""The attribute in which `DistributedDataParallel` holds its module; others may use it too."""
 
 
 def without_wrappers(name: str, parallel: Collection[str] = ()) -> str:
@@ -59,7 +60,7 @@ def may_have_wrappers(keys: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredNames:
-    """How a checkpoint names the tensors of a model. Made by `of`.
+    """The way a checkpoint names the tensors of a model. Made by `of`.
 
     Attributes:
         keys: the stored keys that have names of wrappers, by the keys without.
@@ -71,15 +72,15 @@ class StoredNames:
 
     @classmethod
     def of(cls, keys: Collection[str], names: Collection[str]) -> StoredNames:
-        """Return how tensors are named.
+        """Return the way tensors are named.
 
         Args:
             keys: those of a checkpoint, maybe a converted one.
             names: of all ranks' parameters, without wrappers. A rank's own are not enough: ranks
-                would differ in what they take a checkpoint's names for.
+                would interpret a checkpoint's names differently.
         """
-        # Any module may have the name `module`. It is a wrapper's if it is that of all tensors, and
-        # the model to load into has more of the names without it: it may have such a module, too.
+        # Any module may have the name `module`. It is a wrapper's if all tensors have it, and the
+        # model to load into has more of the names without it: it may have such a module, too.
         kinds = (key.partition("/") for key in keys)
         stored = {without_wrappers(name) for kind, _, name in kinds if kind == "model"}
         is_parallel = (
@@ -100,7 +101,7 @@ class StoredNames:
         return without_wrappers(name, (PARALLEL,) if self.is_parallel else ())
 
     def renamed(self, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-        """Return what is stored by key, by the keys without wrappers."""
+        """Return stored objects by their keys without wrappers."""
         clean_keys = {stored: clean for clean, stored in self.keys.items()}
         return {clean_keys.get(key, key): tensor for key, tensor in tensors.items()}
 
@@ -134,7 +135,7 @@ class StoredNames:
         return renamed
 
     def _described(self, name: str) -> str:
-        """Return what a document calls a tensor, its key or its name, without wrappers' names."""
+        """Return a document's reference to a tensor, a key or a name, without wrappers' names."""
         return self._without_wrappers(name) if "/" in name else self.rename(name)
 
     def _entry(self, document: str, entry: Json) -> Json:

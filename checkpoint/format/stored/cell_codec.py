@@ -26,7 +26,7 @@ CHECKSUM_NBYTES = 4
 
 BLOSC_LEVEL = 1
 BLOSC_HEADER_NBYTES = 16
-"""What Blosc adds, and all that it adds to bytes that do not shrink."""
+"""Bytes that Blosc adds, even to data that do not shrink."""
 
 _BAND_NBYTES = 2**20
 """About how much of a chunk is read at a time: it stays in the processor's cache until the cells of

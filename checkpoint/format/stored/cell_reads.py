@@ -70,7 +70,7 @@ TargetsBySpan = Mapping[Span, Sequence[Sequence[Target]]]
 
 
 class ReadRecord:
-    """What the reads of one checkpoint have found. Thread-safe.
+    """The statistics of one checkpoint's reads. Thread-safe.
 
     Attributes:
         nbytes: the bytes that were read.
@@ -89,7 +89,7 @@ class ReadRecord:
 
 
 class _ReadBuffers(threading.local):
-    """What each thread reads into, and what it decompresses a cell into."""
+    """Each thread's buffers, for reading and for decompressing a cell."""
 
     def __init__(self) -> None:
         self.read = TransferMemory()

@@ -51,7 +51,8 @@ COMPRESSED_CELL_NBYTES = 64 * 2**20
 """The largest size of a cell that is compressed: readers need memory for all of it at once."""
 
 _COMPRESSED_AT_ONCE = 128 * 2**10
-"""What zstd finds one code for. The bytes of a cell that tell the exponents should fill it."""
+"""The block for which zstd chooses one code. The bytes of a cell that tell the exponents should
+fill it."""
 
 _CELLS_PER_CHUNK = 32
 

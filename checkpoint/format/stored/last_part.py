@@ -22,7 +22,7 @@ class WrittenPart:
 
 
 class LastPart:
-    """What a writer wrote last; it writes parts one after the other."""
+    """The part that a writer wrote last; it writes parts one after the other."""
 
     def __init__(self) -> None:
         self._url = ""

@@ -1,4 +1,4 @@
-"""What gives a stored object another name, instead of writing the same bytes again. Pure."""
+"""Gives a stored object another name, instead of writing the same bytes again. Pure."""
 
 from __future__ import annotations
 

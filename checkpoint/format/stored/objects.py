@@ -49,7 +49,7 @@ _SETTINGS = {
     "gs": "bucket and credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "memory": "the URL",
 }
-"""What to check when requests fail, by scheme."""
+"""Hints for failed requests, by scheme."""
 
 _MEMORY = tensorstore.Context()
 """This process's memory: all storages of one memory:// URL have the same objects."""

@@ -84,7 +84,7 @@ def older_to_remove(
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What garbage collection has noted about an attempt that no manifest names.
+    """Garbage collection's record of an attempt that no manifest names.
 
     `at_s` is when, in wall-clock seconds; `names_crc` stands for the objects that the attempt had
     then. A closed attempt is never committed.
@@ -117,7 +117,7 @@ def names_crc(names: Iterable[str]) -> int:
 
 
 class Disposal(enum.Enum):
-    """What garbage collection does with an attempt that no manifest names."""
+    """Garbage collection's treatment of an attempt that no manifest names."""
 
     KEEP = enum.auto()
     NOTE = enum.auto()

@@ -26,7 +26,7 @@ _MAX_REQUEST_NBYTES = 2**28  # A restore into another layout may ask for very ma
 
 
 PlanStage: TypeAlias = Literal["boxes", "chunks", "content"]
-"""What servers send each other to plan a checkpoint (`snapshot.server.plan_exchange`)."""
+"""Messages between servers that plan a checkpoint (`snapshot.server.plan_exchange`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +391,7 @@ class AgentRequest(Message, frozen=True, kw_only=True):
 
 
 class NodeHoldings(Message, frozen=True, kw_only=True):
-    """What the node holds: sealed snapshots, those with complete parity, bytes of memory."""
+    """The node's holdings: sealed snapshots, those with complete parity, bytes of memory."""
 
     sealed: tuple[SealedRanks, ...]
     protected: tuple[SnapshotId, ...]

@@ -73,7 +73,7 @@ each rank's documents that are stored."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlan:
-    """What the ranks of one node write of a checkpoint.
+    """The part of a checkpoint that the ranks of one node write.
 
     Attributes:
         ranks: all ranks of the snapshot; the holders of pieces are positions in it.
@@ -88,7 +88,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedContent:
-    """What is published of a checkpoint beside its parts.
+    """The published facts about a checkpoint in addition to its parts.
 
     Attributes:
         tensors: all tensors.
@@ -143,7 +143,7 @@ class _Holders:
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """What this node's planners have planned, as JSON.
+    """The plans of this node's planners, as JSON.
 
     Attributes:
         chunks: for each holder the `WriterPlan` of each of its ranks, by planner.

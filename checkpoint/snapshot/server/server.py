@@ -49,13 +49,13 @@ SOCKET_NAME = "snapshots.sock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What a server is started with.
+    """The arguments of a server.
 
     Args:
         directory: where the Unix socket is made.
         host: the address of this node that other nodes reach.
         ranks: how many ranks the node has.
-        limits: how fast to send and write beside the training.
+        limits: of sending and writing during training.
     """
 
     directory: Path

@@ -85,7 +85,7 @@ export function drawVerdicts(overview) {
   const past = overview.verdicts.filter((entry) => entry.closed_at_s !== null);
   const stable = overview.verdicts.map((entry) => ({
     ...entry,
-    told_at_s: 0,
+    reported_at_s: 0,
     verdict: {
       ...entry.verdict,
       evidence: entry.closed_at_s === null ? entry.verdict.evidence.length : 0,

@@ -43,7 +43,7 @@ class JobEnded(Exception):
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened to one seed's job."""
+    """The outcome of one seed's job."""
 
     seed: int
     minutes: float = 0.0
@@ -144,8 +144,8 @@ def play(
         undisturbed = run_undisturbed(directory, seed, last_step)
         history = entries(campaign.records.read())
         outcome.judgement = judge(history, undisturbed, campaign.floors, last_step)
-    told = [f"{floor.at_s:.1f} s: {floor.step}, {floor.why}" for floor in campaign.floors]
-    (directory / "promises.txt").write_text("\n".join(told))
+    promises = [f"{floor.at_s:.1f} s: {floor.step}, {floor.why}" for floor in campaign.floors]
+    (directory / "promises.txt").write_text("\n".join(promises))
     return outcome
 
 

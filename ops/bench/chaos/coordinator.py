@@ -1,4 +1,4 @@
-"""An etcd of some members, each with an address of its own, that faults stop, kill and cut off."""
+"""Runs an etcd of some members, each with its own address, that faults stop, kill and cut off."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Coordinator:
                     "--listen-client-urls", client, "--advertise-client-urls", client,
                     "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
                     "--initial-cluster", cluster,
-                    # Members elect a leader anew when a loaded machine starves one of them.
+                    # Members elect another leader when a loaded machine starves one of them.
                     "--heartbeat-interval", "200", "--election-timeout", "2000",
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

@@ -49,13 +49,13 @@ class Injected:
 
 @dataclass(slots=True)
 class Harm:
-    """What faults act on."""
+    """The parts of a job that faults act on."""
 
     cluster: ChaosCluster
     watcher: Watcher
     patience: Patience
     notes: list[str] = field(default_factory=list)
-    """What could not be done to the job, in words."""
+    """The faults that could not be injected, in words."""
 
     def inject(self, fault: Fault) -> Injected:
         """Begin a fault of the schedule."""
@@ -136,7 +136,7 @@ class Harm:
 
         def end() -> None:
             self.cluster.coordinator.start_missing()
-            self.watcher.begin_anew()
+            self.watcher.restart()
 
         return Injected(end=end)
 
@@ -287,7 +287,7 @@ class Harm:
         self._kill_all()
         self.cluster.coordinator.lose()
         self.cluster.coordinator.start_missing()
-        self.watcher.begin_anew()
+        self.watcher.restart()
         return Injected(end=self._start_all, stored_floor=floor)
 
     def _checkpoint_damaged(self, fault: Fault) -> Injected:

@@ -23,7 +23,7 @@ _SUSPICIOUS = re.compile(
     r"Exception ignored|Unclosed |promise is broken|Segmentation|Fatal Python error"
 )
 # What an agent, its snapshot server, and C++ code in their processes and workers print.
-_TOLD = re.compile(r"\[keepstep |keepstep|\[?[WE]\d{4} |$")
+_LOG_LINE = re.compile(r"\[keepstep |keepstep|\[?[WE]\d{4} |$")
 _EXCERPT = 12
 
 
@@ -53,7 +53,7 @@ def find(
 
 
 def complaints(logs: Iterable[Path]) -> list[str]:
-    """Return excerpts of logs with what no failure is told by: tracebacks, broken invariants."""
+    """Return excerpts of logs that no failure explains: tracebacks, broken invariants."""
     found = []
     for path in logs:
         lines = path.read_text(errors="replace").splitlines()
@@ -68,7 +68,7 @@ def untold(logs: Iterable[Path]) -> list[str]:
     found = []
     for path in logs:
         lines = path.read_text(errors="replace").splitlines()
-        first = next((n for n, line in enumerate(lines) if not _TOLD.match(line)), None)
+        first = next((n for n, line in enumerate(lines) if not _LOG_LINE.match(line)), None)
         if first is not None:
             found.append(_excerpt(path, lines, first))
     return found

@@ -23,7 +23,7 @@ RELATIVE_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What a rank recorded of a step; `loss` is hexadecimal, `at_s` monotonic."""
+    """A rank's record of a step; `loss` is hexadecimal, `at_s` monotonic."""
 
     step: int
     rank: int
@@ -75,7 +75,7 @@ class Floor:
 
 @dataclass(slots=True)
 class Judgement:
-    """What is wrong with a run, in words, and how much was compared."""
+    """The findings about a run, in words, and the number of comparisons."""
 
     lost_samples: int = 0
     repeated_samples: int = 0

@@ -1,7 +1,7 @@
-"""Follows a running job: its coordinator's documents, and what its ranks have recorded.
+"""Follows a running job: its coordinator's documents, and its ranks' records.
 
-Waiting is for a condition. Its limit grows with the slowness of the machine: it is a multiple of
-the time that the job itself took from its start to its first steps, measured anew at every start.
+Every wait is for a condition. Its limit grows with the slowness of the machine: it is a multiple of
+the time that the job itself took from its start to its first steps, measured again at every start.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Watcher:
     ) -> None:
         self._end()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forget what is known: the coordinator is another one, at the same address."""
         self._end()
         self.view = View()

@@ -16,7 +16,7 @@ NODES = 3
 
 
 class Ability(enum.StrEnum):
-    """What a kind of fault needs; the value says what the machine lacks without it."""
+    """A requirement of a kind of fault; the value names what the machine lacks without it."""
 
     NETWORK = "network namespaces and TUN devices (root, /dev/net/tun, ip)"
     FILE_SYSTEM = "mounts of loop devices in a mount namespace of its own (root, mkfs.ext4)"
@@ -26,7 +26,7 @@ class Ability(enum.StrEnum):
 
 
 class Part(enum.StrEnum):
-    """What a fault harms. Two faults at once harm different parts, or different nodes."""
+    """The part that a fault harms. Two faults at once harm different parts, or different nodes."""
 
     NODES = "nodes"
     MONITOR = "monitor"
@@ -36,7 +36,7 @@ class Part(enum.StrEnum):
 
 
 class Promise(enum.StrEnum):
-    """What docs/recovery.md promises of the step that the job resumes from."""
+    """The promise of docs/recovery.md about the step that the job resumes from."""
 
     NOTHING_LOST = "every completed step"
     HELD = "the newest snapshot that nodes hold, whatever the coordinator knows"
@@ -183,7 +183,7 @@ class Fault:
 
     @property
     def promise(self) -> Promise:
-        """What the job resumes from, at the least."""
+        """The least step that the job resumes from."""
         first = KINDS[self.kind]
         if self.then and first.takes_memory and KINDS[self.then].takes_memory:
             return Promise.STORED
@@ -222,7 +222,7 @@ class JobPlan:
 
     @property
     def dropout(self) -> float:
-        """Of the model. With another world size other values are dropped, which changes losses."""
+        """The model's dropout. Another world size drops other values, which changes losses."""
         return 0.0 if self.is_elastic else 0.1
 
     @property

@@ -1,4 +1,4 @@
-"""The job's storage: files on a file system of their own, or objects behind a proxy with faults.
+"""Provides the job's storage: files on their own file system, or objects behind a faulty proxy.
 
 The proxy stands before a moto server and passes requests on. While a fault is set it refuses them
 (503), leaves them unanswered, delays them, or tears them: it breaks every other connection off
@@ -30,7 +30,7 @@ _HOP_BY_HOP = {"transfer-encoding", "connection", "content-length", "date", "ser
 
 
 class RequestFault(enum.StrEnum):
-    """What happens to requests."""
+    """The proxy's treatment of requests."""
 
     NONE = "none"
     REFUSE = "refuse"

@@ -1,4 +1,4 @@
-"""What tests read of foreign checkpoints: whole tensors, and boxes that cross their pieces."""
+"""Reads foreign checkpoints for tests: whole tensors, and boxes that cross their pieces."""
 
 from __future__ import annotations
 

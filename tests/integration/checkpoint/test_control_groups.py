@@ -41,7 +41,7 @@ def talk(group: ControlGroup, rank: int) -> None:
 
 
 def talk_in_groups(rank: int, root: str) -> None:
-    """Of a group that takes tensors of the CPU, of one that does not, and of the next default."""
+    """Groups exist for a group that takes CPU tensors, one that does not, and the next default."""
     store = dist.FileStore(f"{root}/s", 2)
     for number, backend in enumerate(("gloo", "cuda:gloo", "cuda:gloo")):
         prefixed = dist.PrefixStore(str(number), store)

@@ -248,7 +248,7 @@ def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collec
 
 
 def test_removal_does_not_list_the_other_checkpoints(url: str) -> None:
-    """That is everything under the URL on object stores, for each checkpoint that is removed."""
+    """A full listing is everything under the URL on object stores, for each removed checkpoint."""
     opened, listed = open_storage(url), []
 
     class Listed(RecordingStorage):

@@ -22,12 +22,12 @@ _PRINTED_STEP = re.compile(r"^step +(\d+) +loss +(\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleRun:
-    """What came of an example that lost a worker.
+    """The outcome of an example that lost a worker.
 
     Attributes:
         status: exit status of the agent.
         generation: the one after the loss.
-        source: where the state came from after the loss: "memory", storage, or "start".
+        source: the origin of the state after the loss: "memory", storage, or "start".
         committed_step: the step of the newest snapshot seen before the loss.
         resumed_step: the step that the job resumed from after it.
         losses: by step, as they were printed last.
@@ -89,7 +89,7 @@ def run_with_a_killed_worker(
         def has_recovered(view: View) -> bool:
             if not before and view.snapshot is not None:
                 before.append(view)
-                # The coordinator is told of commits seldom.
+                # Commits are seldom written to the coordinator.
                 wait_for_step(running, after_step)
                 # The oldest processes are those of the first generation; spares are younger.
                 running.workers_of("a")[workers - 1].kill()

@@ -26,7 +26,7 @@ from tests.ranks import process_of
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> ranks.Shown:
-    """What rank 0 of two has seen; rank 1 is lost at the end."""
+    """The observations of rank 0 of two; rank 1 is lost at the end."""
     directory = tmp_path_factory.mktemp("ranks")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     here, there = multiprocessing.Pipe()

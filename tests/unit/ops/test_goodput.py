@@ -1,4 +1,4 @@
-"""What goodput.py concludes from what ranks recorded."""
+"""Tests of goodput.py's conclusions from ranks' records."""
 
 from ops.bench.goodput import GLOBAL_BATCH, Line, Times, draw, judge
 

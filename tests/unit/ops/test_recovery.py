@@ -1,4 +1,4 @@
-"""What recovery.py waits for, and when it gives up."""
+"""Tests of recovery.py's waits, and of their ends."""
 
 from contextlib import closing
 from pathlib import Path

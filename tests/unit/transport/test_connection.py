@@ -240,7 +240,7 @@ def test_sending_to_a_peer_that_does_not_read_ends_at_the_idle_limit(ends: Ends)
 def test_server_waits_for_requests_for_ever_and_not_for_a_peer_that_takes_no_answer(
     tcp_listener: socket.socket,
 ):
-    """What it was sending stayed in memory until TCP gave up, after 15 minutes or never."""
+    """Unsent data stayed in memory until TCP gave up, after 15 minutes or never."""
     accepted = in_thread(lambda: accept(tcp_listener.accept()[0], PROTOCOL, SERVER, stuck_s=0.05))
     client = connect(tcp_address_of(tcp_listener), PROTOCOL, CLIENT)
     server = accepted.result(patient(10))

@@ -239,7 +239,7 @@ def test_what_nothing_takes_back_of_a_frozen_module_has_to_be_equal(tmp_path: Pa
     checkpoint.load(str(tmp_path), {"model": same})
     assert torch.equal(same[0].weight, saved[0].weight)
     before = other[1].weight.detach().clone()
-    with pytest.raises(LayoutMismatch, match=r"^model/0\.weight\.kind: .*other in the source"):
+    with pytest.raises(LayoutMismatch, match=r"^model/0\.weight\.kind: .*different in the source"):
         checkpoint.load(str(tmp_path), {"model": other})
     assert torch.equal(other[1].weight, before)
 

@@ -85,7 +85,7 @@ def test_a_tensor_that_is_padded_otherwise_is_filled_as_far_as_it_is_not_padding
 
 
 def test_the_same_padding_is_filled_too() -> None:
-    """What was trained there goes on."""
+    """Values that were trained there continue."""
     url, weight, slots = stored_state(16)
     model, optimizer = trained(16, seed=1)
     checkpoint.load(url, {"model": model, "optimizer": optimizer}, descriptions=PADDED)
@@ -347,7 +347,7 @@ def test_weights_that_are_no_longer_tied_do_not_share_state() -> None:
     live = Twice(is_tied=False)
     fresh = adam(live, ["head", "embed.weight"], lr=0.1, is_fresh=True)
     state = {"model": live, "optimizer": fresh}
-    with pytest.raises(LayoutMismatch, match=r"optim/embed\.weight: .* has no optimizer state"):
+    with pytest.raises(LayoutMismatch, match=r"optim/embed\.weight: .* without optimizer state"):
         checkpoint.load(url, state)
     checkpoint.load(url, state, strict=False)
     assert torch.equal(fresh.state[live.head]["exp_avg"], optimizer.state[saved.head]["exp_avg"])

@@ -329,7 +329,7 @@ def test_silent_agent_does_not_delay_reports_to_others() -> None:
 
 
 def test_agent_that_reads_nothing_misses_reports_and_delays_nobody() -> None:
-    """What is not sent is replaced by the newest, and takes no memory."""
+    """Unsent messages are replaced by the newest, and take no memory."""
 
     async def scenario() -> None:
         is_released = asyncio.Event()

@@ -14,7 +14,7 @@ from keepstep.elastic.agent.snapshot_process import ServerGone, SnapshotProcess
 
 
 class Config:
-    """What a supervisor reads of an agent's configuration."""
+    """The part of an agent's configuration that a supervisor reads."""
 
     node, workers, run_directory, host, limits = "a", 1, None, "127.0.0.1", None
 

@@ -84,7 +84,7 @@ def test_process_that_cannot_be_started_has_failed_and_ends_no_agent(
 def test_process_of_another_user_keeps_no_other_from_being_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the script had started by sudo ended the agent, and hid why the job had failed."""
+    """A process that the script had started by sudo ended the agent, and hid the job's failure."""
     killed: list[str] = []
 
     class Child:

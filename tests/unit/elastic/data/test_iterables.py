@@ -105,7 +105,7 @@ class DrawnNumbers(PositionedNumbers):
 def test_order_does_not_depend_on_whether_the_position_is_asked_for_before_anything_is_read() -> (
     None
 ):
-    """Of a mixture's source of which nothing was drawn yet; ranks read other orders of it."""
+    """The state is a mixture's source without a draw so far; ranks read other orders of it."""
     orders = []
     for rank in range(3):
         partition = Partition(0, 1, key=5, shuffle=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keepstep.elastic.data.known_streams import told_the_epoch
+from keepstep.elastic.data.known_streams import epoch_receivers
 from keepstep.elastic.data.partitions import Partition
 from keepstep.elastic.data.split_stream import SplitStream
 from keepstep.elastic.errors import UsageError
@@ -179,9 +179,9 @@ def test_the_epoch_is_told_to_a_loaders_dataset_and_to_what_is_known_to_need_it(
     inner = IterableDataset()
     loader = Wrapper(range(3))
     loader.dataset = IterableDataset()  # type: ignore[attr-defined]
-    assert told_the_epoch(Wrapper(Wrapper(inner))) == [inner]
-    assert told_the_epoch(loader) == [loader.dataset]  # type: ignore[attr-defined]
-    assert told_the_epoch(range(3)) == []
+    assert epoch_receivers(Wrapper(Wrapper(inner))) == [inner]
+    assert epoch_receivers(loader) == [loader.dataset]  # type: ignore[attr-defined]
+    assert epoch_receivers(range(3)) == []
 
 
 def numbers(datasets: Any, shards: int = 4) -> Any:

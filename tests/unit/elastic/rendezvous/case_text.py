@@ -109,7 +109,7 @@ _MAX_DECISIONS = 10
 
 @dataclass
 class Memory:
-    """What a node's snapshot server holds."""
+    """The snapshots that a node's server holds."""
 
     sealed: set[SnapshotId] = field(default_factory=set)
     protected: set[SnapshotId] = field(default_factory=set)
@@ -143,7 +143,7 @@ class Case:
 
     @property
     def view(self) -> View:
-        """What the coordinator holds."""
+        """The coordinator's content."""
         return from_listing(KEYS, Listing(self._revision, tuple(self._items.values())))
 
     @property

@@ -18,7 +18,7 @@ from keepstep.elastic.store.contract import Change, Delete, KeyValue, Listing, P
 
 KEYS = Keys("job")
 MAX_REQUEST_NBYTES, MAX_REQUEST_OPERATIONS = 1536 * 1024, 128
-"""What etcd takes by default."""
+"""The size of a request that etcd takes by default."""
 
 
 def records_of(count: int) -> list[NodeRecord]:

@@ -229,7 +229,7 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
 def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it shows is compared with the steps of snapshots and checkpoints."""
+    """The shown step is compared with the steps of snapshots and checkpoints."""
     marked: list[int] = []
     monkeypatch.setattr(keepstep.monitor, "begin_step", marked.append)
     running.job._state._copies_synchronously = True
@@ -515,7 +515,7 @@ def test_job_that_begins_once_more_has_its_extra_objects_as_they_were(running: R
 def test_extra_object_that_outlives_a_generation_is_restored_into_what_a_new_process_has(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an undone step it kept tensors that no snapshot had."""
+    """It kept tensors of an undone step that no snapshot had."""
     kept = Counter(1.0)
     states_restored_into = []
 

@@ -125,7 +125,7 @@ class Race:
 def test_rank_that_leaves_waits_for_the_abort_that_an_order_begins(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the order would note later would be taken for an abort of the next groups."""
+    """A later record of the order would be taken for an abort of the next groups."""
     race = Race(monkeypatch)
     race.on_begin = race.hold  # type: ignore[method-assign]
     race.order()

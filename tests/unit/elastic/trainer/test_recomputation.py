@@ -1,4 +1,4 @@
-"""What computing a step again shows about replicas that differed."""
+"""Tests of the conclusions from computing a step again after replicas differed."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_transposed_tensor_is_compared_by_its_elements() -> None:
 
 
 def test_check_holds_nothing_of_a_generation_that_it_has_left() -> None:
-    """What it held were the model, and DDP's process groups."""
+    """It kept the model and DDP's process groups alive."""
 
     class Generation:
         def tensors(self) -> Sequence[LiveTensor]:

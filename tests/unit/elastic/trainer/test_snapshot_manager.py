@@ -55,7 +55,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
-    """Of snapshots after each second step, of which none is ever committed."""
+    """A worker takes snapshots after each second step, and none is ever committed."""
     monkeypatch.setattr(snapshot_manager, "Snapshotter", Copier)
     monkeypatch.setattr(snapshot_manager, "SnapshotClient", lambda *_: Mock())
     opened = SnapshotManager(

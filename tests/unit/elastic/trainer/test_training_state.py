@@ -25,7 +25,7 @@ from keepstep.elastic.trainer.training_state import TrainingState
 
 
 class Held:
-    """What one rank captured, whole."""
+    """One rank's capture, whole."""
 
     def __init__(self, live: LiveState) -> None:
         self.step = 3
@@ -409,7 +409,7 @@ def test_tensors_of_a_snapshot_that_an_extra_object_has_no_place_for_are_told(
 
 
 def test_extra_object_of_a_rank_or_stage_has_names_of_its_own() -> None:
-    """What is stored of the names is one rank's."""
+    """The stored names are one rank's."""
     first = Shadow("first", "shared")
     first.values["first"] += 1
     held = Held(shadowing(first).capture(Position(3, 3)))

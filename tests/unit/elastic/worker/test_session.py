@@ -200,7 +200,7 @@ def test_wait_ends_with_its_event_or_its_generation(
 
 
 def test_new_assignment_forgets_what_was_stored_until_that_is_told_again() -> None:
-    """What an older generation stored may have been found damaged."""
+    """A checkpoint of an older generation may have been found damaged."""
     script = """
 session.wait_for_assignment(0)
 session.report(Drained(generation=int(session.wait_for_stored(9, 1))))

@@ -1,4 +1,4 @@
-"""What warming up leaves in a process: nothing of the step that it has computed."""
+"""Tests that warming up leaves nothing of the step that it has computed in a process."""
 
 from __future__ import annotations
 

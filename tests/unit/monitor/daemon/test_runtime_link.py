@@ -27,7 +27,7 @@ NODES = dict.fromkeys(range(8), "node-a")
 
 @dataclass(frozen=True)
 class Round:
-    """What holds in a round, by the job's clock `now_s` and the wall clock."""
+    """The verdicts that hold in a round, by the job's clock `now_s` and the wall clock."""
 
     now_s: float
     wall_s: float

@@ -35,7 +35,7 @@ def none(_rank: int, _step: int) -> float:
 
 @dataclass
 class Played:
-    """What came of a job.
+    """The outcome of a job.
 
     Args:
         readings: the time of each, and the verdicts that held.

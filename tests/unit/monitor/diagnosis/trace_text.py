@@ -132,9 +132,9 @@ class Trace:
 
 
 class Recording:
-    """What is recorded of a trace, arranged once to be read at many moments.
+    """The records of a trace, arranged once to be read at many moments.
 
-    What is added to the trace later is not part of it.
+    Later additions to the trace are not part of it.
     """
 
     def __init__(self, trace: Trace) -> None:

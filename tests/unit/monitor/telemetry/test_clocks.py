@@ -193,7 +193,7 @@ def test_nodes_that_share_no_communicator_are_aligned_through_others(seed: int) 
 @settings(deadline=None, max_examples=30)
 @given(seed=seeds, rate=st.sampled_from([5e-5, -5e-5]))
 def test_stated_error_allows_for_drift(seed: int, rate: float) -> None:
-    """Of ten seconds of records, all bounds from one side come from the first half.
+    """All bounds from one side come from the first half of ten seconds of records.
 
     The requested offset is that at the end.
     """

@@ -129,7 +129,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], str]:
-    """What is wrong with each claim. All at once: most of their time is waiting."""
+    """The findings about each claim. All at once: most of their time is waiting."""
     place = tmp_path_factory.mktemp("native")
     kinds = ("kernels", *SANITIZERS)
     with ThreadPoolExecutor(4) as pool:

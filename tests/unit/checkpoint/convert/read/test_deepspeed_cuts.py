@@ -1,4 +1,4 @@
-"""What `universal_checkpoint_info` says of cuts, and which blocks these are."""
+"""Tests of the cuts in `universal_checkpoint_info`, and of their blocks."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ for folder in sorted(path for path in place.iterdir() if path.is_dir()):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """What came of reading each: the error, and the audit events."""
+    """The outcome of reading each: the error, and the audit events."""
     place = tmp_path_factory.mktemp("hostile")
     (place / "outside").write_bytes(b"secret")
     for name, (write, _) in HOSTILE.items():

@@ -110,7 +110,7 @@ class Place:
 
 
 class Odd:
-    """What Python reads only by calling what the pickle names."""
+    """An object that Python reads only by a call that the pickle names."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (eval, ("1/0",), {"a": 1}, iter([2]), iter([("k", 3)]))

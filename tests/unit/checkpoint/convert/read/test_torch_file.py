@@ -1,4 +1,4 @@
-"""What `torch.save` wrote is read as it was saved, and hostile files are refused or inert."""
+"""Files of `torch.save` are read as they were saved, and hostile ones are refused or inert."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_inverted_view_brings_every_element_back(data: st.DataObject) -> None:
 
 
 def test_view_there_and_back_is_one_box_again() -> None:
-    """What is regular in both tensors is not cut up: 64 heads of a rotary permutation and back."""
+    """Parts regular in both tensors stay whole: 64 heads of a rotary permutation and back."""
     rows = [Axis(64, 0, 128, 0, 128), Axis(2, 0, 64, 0, 1), Axis(64, 0, 1, 0, 2)]
     view = make_view("source", (0, 0), (0, 0), [*rows, Axis(4096, 1, 1, 1, 1)])
     whole = Box.whole((64 * 128, 4096))

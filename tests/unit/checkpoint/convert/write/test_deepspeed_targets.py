@@ -1,4 +1,4 @@
-"""What is written for DeepSpeed, against what DeepSpeed and its `ds_to_universal` wrote."""
+"""Compares files written for DeepSpeed with those of DeepSpeed and its `ds_to_universal`."""
 
 from __future__ import annotations
 

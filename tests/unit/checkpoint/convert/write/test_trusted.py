@@ -1,4 +1,4 @@
-"""What is taken out of the objects of a trusted file, and what is said of the rest."""
+"""Tests of the tensors taken out of a trusted file's objects, and of the report on the rest."""
 
 from __future__ import annotations
 

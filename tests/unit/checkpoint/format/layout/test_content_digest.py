@@ -18,7 +18,7 @@ from keepstep.checkpoint.format.stored.storage import open_storage
 
 
 def test_digest_is_what_the_format_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of arrays with one chunk and with several, the last of which reach over the edge."""
+    """Arrays with one chunk and with several; the last chunks reach over the edge."""
     monkeypatch.setattr(chunking, "CHUNK_NBYTES", 2**20)
     state = {"small": torch.arange(7.0), "large": torch.randn(1000, 777), "number": torch.ones(())}
     url = f"memory://{uuid.uuid4().hex}"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).with_name("golden")
 QKV = PartTable(0, (Part("q", 16), Part("k", 4, 2), Part("v", 4, 2)), groups=2)
 VOCABULARY = 10
 DESCRIPTIONS = Descriptions(parts={"qkv.*": QKV}, padding={"embed.weight": (VOCABULARY, 6)})
-"""What the tensors of `described_state` are."""
+"""Descriptions of the tensors of `described_state`."""
 
 
 def put_golden(url: str) -> None:

@@ -28,7 +28,7 @@ from keepstep.checkpoint.format.stored.shared_plan import (
 )
 
 WIDTH = 2**16
-"""Of a row: a few rows are as large as a chunk may be, so that some tensors have several."""
+"""Elements of a row: a few rows are as large as a chunk, so that some tensors have several."""
 ITEMSIZES = {"float32": 4, "int16": 2}
 Held = Sequence[Entry]
 

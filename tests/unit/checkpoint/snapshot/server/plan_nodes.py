@@ -43,7 +43,7 @@ class Indexes:
 
 @dataclass
 class Traffic:
-    """What one node has received from others."""
+    """The messages that one node has received from others."""
 
     requests: int = 0
     pending: int = 0

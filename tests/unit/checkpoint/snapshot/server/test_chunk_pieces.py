@@ -30,7 +30,7 @@ WHOLE = Box.whole((ROWS, COLUMNS))
 
 @pytest.fixture
 def pieces() -> Iterator[ChunkPieces]:
-    """Of two ranks each has half of the rows of every tensor, and rank 0 assembles them."""
+    """Two ranks have half of the rows of every tensor each, and rank 0 assembles them."""
     memory: SnapshotMemory = open_memory()
     halves = [Box((first, 0), (ROWS // 2, COLUMNS)) for first in (0, ROWS // 2)]
     for rank, half in enumerate(halves):

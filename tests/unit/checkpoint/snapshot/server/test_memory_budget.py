@@ -41,7 +41,7 @@ def test_what_was_granted_and_not_written_yet_is_not_granted_again(
 
 
 class SlowlyFreed:
-    """What is free: too little when it is first asked for, enough from then on."""
+    """Free memory: too little at the first request, enough from then on."""
 
     def __init__(self) -> None:
         self.asked = 0

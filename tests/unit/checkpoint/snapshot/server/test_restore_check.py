@@ -1,4 +1,4 @@
-"""What ranks seal after restoring is compared with what they restored from, in any layout."""
+"""The first seals after a restore are compared with the restored snapshot, in any layout."""
 
 from __future__ import annotations
 

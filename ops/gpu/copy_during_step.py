@@ -1,6 +1,6 @@
-"""G8: a copy to the host beside a step that computes: what it costs, and what waiting for it takes.
+"""G8: a copy to the host during a step that computes: its cost, and the cost of waiting for it.
 
-Proves that a snapshot's copy may run beside the next step, on a side stream of the lowest priority,
+Proves that a snapshot's copy may run during the next step, on a side stream of the lowest priority,
 and that its thread takes no processor time while it waits. Passes if waiting for an event made with
 `blocking=True` takes less than a fifth of a core, and the side stream has the lowest priority. By
 how much the step is slower is a figure, and so is what waiting for a default event takes.
@@ -40,7 +40,7 @@ def check(machine: Machine) -> Finding:
 
 
 def measure(rank: Rank) -> Figures:
-    """Run steps of matrix products with and without a copy beside them."""
+    """Run steps of matrix products with and without a copy meanwhile."""
     torch.cuda.set_device(rank.device)
     nbytes = affordable_nbytes(_NBYTES)
     source = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
@@ -50,7 +50,7 @@ def measure(rank: Rank) -> Figures:
     _step_ms(matrices, 10)
     products = max(1, round(_STEP_MS / (_step_ms(matrices, 10) / 10)))
     parts = pieces(nbytes)
-    alone, beside = [], []
+    alone, copying = [], []
     core_shares: dict[bool, list[float]] = {True: [], False: []}
     with SharedMemory(nbytes) as memory:
         memory.touch()
@@ -62,17 +62,17 @@ def measure(rank: Rank) -> Figures:
                 blocking = number % 2 == 0
                 copy = _Copy(source, memory.tensor, parts, side_stream, blocking=blocking)
                 call = BackgroundCall(copy.run, rank.device).start()
-                beside.append(_step_ms(matrices, products))
+                copying.append(_step_ms(matrices, products))
                 if not call.wait(30.0):
                     raise TimeoutError("a copy has not ended within 30 s")
                 if call.error is not None:
                     raise call.error
                 core_shares[blocking].append(copy.core_share)
-    step_ms, slowed_ms = statistics.median(alone), statistics.median(beside)
+    step_ms, copying_ms = statistics.median(alone), statistics.median(copying)
     return {
         "nbytes": nbytes,
         "step_ms": round(step_ms, 1),
-        "slowdown_percent": round(100 * (slowed_ms / step_ms - 1), 2),
+        "slowdown_percent": round(100 * (copying_ms / step_ms - 1), 2),
         "blocking_core_share": round(statistics.median(core_shares[True]), 3),
         "spinning_core_share": round(statistics.median(core_shares[False]), 3),
         "priority": side_stream.priority,
