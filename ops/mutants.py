@@ -106,6 +106,13 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
         (f"{_DIAGNOSIS}/test_hangs.py", f"{_DIAGNOSIS}/test_cases.py", _DIAGNOSIS),
     ),
     "policy": ("monitor/diagnosis/policy.py", (f"{_DIAGNOSIS}/test_policy.py",)),
+    "snapshot_agreement": (
+        "elastic/trainer/snapshot_agreement.py",
+        (
+            "tests/unit/elastic/trainer/test_snapshot_agreement.py",
+            "tests/unit/elastic/trainer/test_snapshot_manager.py",
+        ),
+    ),
     "replicas": (
         "elastic/trainer/replicas.py",
         ("tests/unit/elastic/trainer/test_replicas.py", "tests/integration/job/test_replicas.py"),

@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -28,10 +27,12 @@ from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import ReplicaCheck
+from keepstep.elastic.trainer.restorer import Restorer
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build, State
+from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained, Ready, Restored
 from keepstep.elastic.worker.peer_failure import text_of
@@ -85,6 +86,7 @@ class GenerationState:
         self._replicas = replicas
         self._judge = judge
         self._world: World | None = None
+        self._training: TrainingState | None = None
         self._snapshots: SnapshotManager | None = None
         self._initial_extra = InitialExtra()
         self._copies_synchronously = False
@@ -101,6 +103,12 @@ class GenerationState:
         """The ranks, mesh and device of the current generation."""
         assert self._world is not None, "enter the job with `with`"
         return self._world
+
+    @property
+    def training(self) -> TrainingState:
+        """The training state of the current generation."""
+        assert self._training is not None, "enter the job with `with`"
+        return self._training
 
     @property
     def snapshots(self) -> SnapshotManager:
@@ -149,23 +157,22 @@ class GenerationState:
             for told in CONTROL_GROUPS.of().gather(self._judge.to_json()):
                 self._judge.learn(StepJudge.from_json(told))
             state = replace(state, extra={**state.extra, _JUDGE: self._judge})
-        snapshots = self._snapshots = SnapshotManager(
+        training = self._training = TrainingState(
             state,
             world.device,
-            assignment,
-            self._checkpoint,
-            self._session.is_committed,
-            partial(self._session.is_closing, assignment.generation),
-            partial(self._may_seal, assignment.generation),
-            self.snapshot_interval,
-            self._passes.located,
-            data_share=(world.data_rank, world.data_size),
-            start_from=self._start_from,
-            copies_synchronously=self._copies_synchronously,
+            assignment.rank,
+            (world.data_rank, world.data_size),
             is_stage=world.has_stages,
         )
-        self._replicas.enter(world, snapshots.training.replicable)
-        resumed = snapshots.resume(self._seed, self._newest_step(assignment))
+        self._replicas.enter(world, training.replicable)
+        restorer = Restorer(
+            training=training,
+            assignment=assignment,
+            checkpoint=self._checkpoint,
+            start_from=self._start_from,
+            seed=self._seed,
+        )
+        resumed = restorer.resume(self._newest_step(assignment))
         position = self.position = resumed.position
         self._passes.resume(position)
         if self._judge is not None:
@@ -183,10 +190,19 @@ class GenerationState:
                 loaded=resumed.loaded if assignment.rank == 0 else None,
             )
         )
+        self._snapshots = SnapshotManager(
+            training=training,
+            device=world.device,
+            assignment=assignment,
+            session=self._session,
+            interval=self.snapshot_interval,
+            step=position.step,
+            copies_synchronously=self._copies_synchronously,
+        )
         if position.step > 0:
             # Protect the state in the new groups at once: until then it depends on what is left of
             # the old groups, and may not survive another loss.
-            snapshots.snapshot(position)
+            self._snapshots.snapshot(self._passes.located(position))
         if not resumed.begins:
             # One that begins has no optimizer slots yet, of which ranks may have different ones.
             self._replicas.learn_layouts()
@@ -246,16 +262,12 @@ class GenerationState:
             return None
         return self._judge.newest_step(assignment.resume.snapshot.generation)
 
-    def _may_seal(self, generation: int) -> bool:
-        """Whether a copy that is complete is what training computed, and not an abort's garbage."""
-        return not (self._groups.awaits_abort_order and self._session.is_aborting(generation))
-
     def _end_in_good_order(self, generation: int) -> None:
         """Seal the last snapshot, and wait until the peers have computed theirs."""
         if self._snapshots is None or self._session.is_aborting(generation):
             return
         self._snapshots.seal_before_closing(
-            self.position,
+            self._passes.located(self.position),
             lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
         )
         self._groups.finish()
@@ -281,7 +293,7 @@ class GenerationState:
         if self._snapshots is not None:
             self._copies_synchronously = self._snapshots.copies_synchronously
             self._snapshots.close()
-        self._snapshots = None
+        self._snapshots = self._training = None
         self._replicas.leave()
         drop_compiled_code()
         gc.collect()

@@ -143,17 +143,17 @@ class Job:
     @property
     def model(self) -> nn.Module:
         """The model of the current generation: a new object after every change of membership."""
-        return self._state.snapshots.training.model
+        return self._state.training.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of the current generation, the first if there are several."""
-        return self._state.snapshots.training.optimizers[0]
+        return self._state.training.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers of the current generation."""
-        return self._state.snapshots.training.optimizers
+        return self._state.training.optimizers
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -163,7 +163,7 @@ class Job:
     @property
     def schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, one for each optimizer; empty if `build` returned none."""
-        return self._state.snapshots.training.schedulers
+        return self._state.training.schedulers
 
     @property
     def steps(self) -> int:
@@ -427,7 +427,7 @@ class Job:
             self._recover(divergence)
             return
         if takes_snapshot:
-            snapshots.take_agreed(self._state.position)
+            snapshots.take_agreed(self._passes.located(self._state.position))
         interval_change = self._state.snapshot_interval.notable_change()
         if interval_change is not None:
             every, cost_s = interval_change
@@ -615,7 +615,8 @@ class Job:
             if error is not None:
                 self._recover_after_loop(error)
             if not self._state.snapshots.commit_final_snapshot(
-                final, partial(self._session.wait_for_commit, generation=generation)
+                self._passes.located(final),
+                partial(self._session.wait_for_commit, generation=generation),
             ):
                 self._recover_after_loop()
         self._session.report(Finishing(step=final.step))

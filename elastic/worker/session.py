@@ -148,6 +148,10 @@ class Session:
         """Whether the generation is over because something broke."""
         return self._aborting_generation >= generation
 
+    def may_seal(self, generation: int) -> bool:
+        """Whether a copy that is complete is what training computed, and not an abort's garbage."""
+        return not (self._awaits_order and self.is_aborting(generation))
+
     def is_committed(self, step: int) -> bool:
         """Whether a snapshot of `step` or later is known to be committed."""
         return self._committed_step >= step

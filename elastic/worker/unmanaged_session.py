@@ -99,6 +99,10 @@ class UnmanagedSession(Session):
         """Return False."""
         return False
 
+    def may_seal(self, generation: int) -> bool:
+        """Return True: nothing is aborted."""
+        return True
+
     def is_committed(self, step: int) -> bool:
         """Return True: nothing is waited for."""
         return True

@@ -116,10 +116,9 @@ def build(world: keepstep.World) -> keepstep.State:
 def will_be_snapshotted(job: Job) -> bool:
     """Whether the ranks have agreed on a snapshot of the step under way."""
     snapshots = job._state.snapshots
-    if snapshots._pending_agreement is None:
-        return False
-    agreement = snapshots._finish_agreement()
-    return agreement.is_wanted and agreement.is_possible
+    snapshots._receive_result()
+    votes = snapshots._agreement.result
+    return votes is not None and votes.is_wanted and votes.may_begin
 
 
 def record(step: int, world: keepstep.World, loss: torch.Tensor) -> None:

@@ -219,6 +219,7 @@ PURE = (
     "elastic.trainer.bad_steps",
     "elastic.trainer.events",
     "elastic.trainer.script_place",
+    "elastic.trainer.snapshot_agreement",
     "elastic.trainer.snapshot_interval",
     "elastic.trainer.stop_request",
     "monitor.diagnosis",

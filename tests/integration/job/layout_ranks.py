@@ -30,9 +30,11 @@ from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.rendezvous.records import Member, SnapshotCommit
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
+from keepstep.elastic.trainer.restorer import Restorer
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import State
+from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import Assignment
 from tests.adaptive_timeouts import patient
 
@@ -174,6 +176,19 @@ def mean_loss(loss: torch.Tensor | None, world: World) -> float:
     return float(sums[0] / sums[1])
 
 
+class AllCommitted:
+    """A session in which every snapshot is committed at once."""
+
+    def is_committed(self, step: int) -> bool:
+        return True
+
+    def is_closing(self, generation: int) -> bool:
+        return False
+
+    def may_seal(self, generation: int) -> bool:
+        return True
+
+
 class Rank:
     """One process: takes its place in each generation that has one for it."""
 
@@ -193,21 +208,22 @@ class Rank:
         # A replica is initialized by `model_of`, under the names that others have.
         fill = None if visit.layout == "DDP 4" else initialize
         state = State(model_of(visit.layout, world), adamw, initialize=fill)
-        manager = SnapshotManager(
-            state,
-            world.device,
-            assignment,
-            None,
-            lambda step: True,
-            lambda: False,
-            lambda: True,
-            lambda step, rank: None,
-            SnapshotInterval(1, 0.0),
-            lambda position: position,
-            data_share=(world.data_rank, world.data_size),
-            is_stage=world.has_stages,
+        share = (world.data_rank, world.data_size)
+        training = TrainingState(
+            state, world.device, assignment.rank, share, is_stage=world.has_stages
         )
-        position = manager.resume(SEED).position
+        restorer = Restorer(
+            training=training, assignment=assignment, checkpoint=None, start_from=None, seed=SEED
+        )
+        position = restorer.resume().position
+        manager = SnapshotManager(
+            training=training,
+            device=world.device,
+            assignment=assignment,
+            session=AllCommitted(),
+            interval=SnapshotInterval(1, 0.0),
+            step=position.step,
+        )
         self._commit(manager, generation, position)
         if visit.commits:
             position = self._step(manager, generation, world, position)
@@ -217,7 +233,7 @@ class Rank:
         dist.barrier()
         self._groups.abort()
         manager.close()
-        del manager, state
+        del manager, restorer, training, state
         gc.collect()
         self._groups.leave()
 
@@ -249,7 +265,7 @@ class Rank:
     def _step(
         self, manager: SnapshotManager, generation: int, world: World, position: Position
     ) -> Position:
-        training = manager.training
+        training = manager._training
         manager.begin_step()
         for optimizer in training.optimizers:
             optimizer.zero_grad()

@@ -31,17 +31,19 @@ from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError
 from keepstep.elastic.rendezvous.records import SnapshotCommit
-from keepstep.elastic.trainer import process_groups, snapshot_manager
+from keepstep.elastic.trainer import process_groups, restorer, snapshot_manager
 from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import ReplicaCheck
-from keepstep.elastic.trainer.snapshot_manager import Resumed, SnapshotManager
+from keepstep.elastic.trainer.restorer import Restorer, Resumed
+from keepstep.elastic.trainer.snapshot_agreement import Outcome
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained
 from keepstep.elastic.worker.session import Session
+from tests.unit.elastic.worker.places import assignment
 
 BACK_END = "unfenced"
 
@@ -105,6 +107,9 @@ class Agent:
 
     def is_committed(self, step: int) -> bool:
         return True
+
+    def may_seal(self, generation: int) -> bool:
+        return not self.is_aborting(generation)
 
     def wait_for_commit(self, step: int, generation: int, **_: bool) -> bool:
         return not self.is_closing(generation)
@@ -219,7 +224,7 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
     with running.job as job:
         assert learned_at == []
         assert running.next_step().completed
-        monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
+        monkeypatch.setattr(Restorer, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
         assert not running.next_step(aborts=True).completed
         assert (job.world.generation, learned_at) == (2, [1])
         assert running.next_step().completed
@@ -235,7 +240,7 @@ def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
     running.job._state._copies_synchronously = True
     with running.job:
         assert running.next_step().completed
-        monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
+        monkeypatch.setattr(Restorer, "resume", lambda *_: Resumed(Position(1, 1), "memory"))
         assert not running.next_step(aborts=True).completed
         assert running.next_step().completed
         assert running.next_step().completed
@@ -401,7 +406,7 @@ def test_guard_outside_of_a_loop_that_is_entered_without_a_question_is_named_onc
 def test_process_that_is_new_leaves_guards_out_and_says_so_with_a_name_that_is_missing(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(3, 3), "memory"))
+    monkeypatch.setattr(Restorer, "resume", lambda *_: Resumed(Position(3, 3), "memory"))
 
     def evaluate_and_print() -> None:
         guard = running.job.guard()
@@ -419,7 +424,7 @@ def test_process_that_is_new_leaves_guards_out_and_says_so_with_a_name_that_is_m
 def test_guard_that_is_over_is_not_entered_by_a_script_that_has_asked(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(Position(3, 3), "memory"))
+    monkeypatch.setattr(Restorer, "resume", lambda *_: Resumed(Position(3, 3), "memory"))
     with running.job as job:
         guard = job.guard()
         assert guard.completed
@@ -524,7 +529,7 @@ def test_extra_object_that_outlives_a_generation_is_restored_into_what_a_new_pro
         return Resumed(Position(3, 3), "memory")
 
     running.job._state._build = lambda world: replace(build(world), extra={"kept": kept})
-    monkeypatch.setattr(SnapshotManager, "resume", resume)
+    monkeypatch.setattr(Restorer, "resume", resume)
     with running.job as job:
         next(running._batches)
         with job.guard():
@@ -532,6 +537,16 @@ def test_extra_object_that_outlives_a_generation_is_restored_into_what_a_new_pro
             kept.state["mean"] = torch.ones(2)
             raise PEER_LOST
         assert states_restored_into == [{"count": 1.0}] * 2
+
+
+def restorer_of(job: Job, url: str) -> Restorer:
+    return Restorer(
+        training=job._state.training,
+        assignment=assignment(1),
+        checkpoint=url,
+        start_from=None,
+        seed=0,
+    )
 
 
 @pytest.mark.parametrize("failure", [RankFailed, CheckpointError])
@@ -544,11 +559,9 @@ def test_roll_back_that_cannot_reach_storage_goes_on_from_memory(
     def fail(*_: object) -> NoReturn:
         raise failure("the storage is away")
 
-    monkeypatch.setattr(snapshot_manager, "agreed_steps", fail)
+    monkeypatch.setattr(restorer, "agreed_steps", fail)
     with running.job as job:
-        snapshots = job._state.snapshots
-        snapshots._checkpoint = "/away"
-        assert snapshots._roll_back(3, seed=0) is None
+        assert restorer_of(job, "/away")._roll_back(3) is None
     assert caplog.messages[0] == "the storage is away"
 
 
@@ -564,14 +577,12 @@ def test_roll_back_stands_where_a_later_checkpoint_cannot_be_removed(
         if stored.step == 200:
             raise CheckpointError("the storage is away")
 
-    monkeypatch.setattr(snapshot_manager, "agreed_steps", lambda *_: steps)
-    monkeypatch.setattr(snapshot_manager.housekeeping, "remove", remove)
+    monkeypatch.setattr(restorer, "agreed_steps", lambda *_: steps)
+    monkeypatch.setattr(restorer.housekeeping, "remove", remove)
     resumed = Resumed(Position(100, 100), "checkpoint")
-    monkeypatch.setattr(SnapshotManager, "_restore_stored", lambda *_: resumed)
+    monkeypatch.setattr(Restorer, "_restore_stored", lambda *_: resumed)
     with running.job as job:
-        snapshots = job._state.snapshots
-        snapshots._checkpoint = "/url"
-        assert snapshots._roll_back(150, seed=0) is resumed
+        assert restorer_of(job, "/url")._roll_back(150) is resumed
     assert removed == [300, 200]
     (error,) = (record.message for record in caplog.records if record.levelname == "ERROR")
     assert "step-00000200-000001, which the job has rolled back from, is not removed" in error
@@ -714,7 +725,7 @@ def test_job_that_is_started_again_with_another_global_batch_is_refused(
 
     monkeypatch.setattr(TrainingState, "capture", note)
     with running.job as job:
-        monkeypatch.setattr(SnapshotManager, "resume", lambda *_: Resumed(captured[-1], "memory"))
+        monkeypatch.setattr(Restorer, "resume", lambda *_: Resumed(captured[-1], "memory"))
         for _ in job.batches(SAMPLES, 1):
             assert running.step().completed
             if job.steps == 2:
@@ -761,7 +772,7 @@ def test_script_whose_state_is_of_an_earlier_pass_begins_anew(
         for _ in range(2):
             for _ in batches(running.job):
                 if running.job.steps == len(SAMPLES):
-                    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: resumed)
+                    monkeypatch.setattr(Restorer, "resume", lambda *_: resumed)
                     with running.job.guard():
                         raise PEER_LOST
                 else:
@@ -781,7 +792,7 @@ def test_script_that_counted_steps_which_were_undone_begins_anew(
         for _ in range(2):
             for number, _ in enumerate(batches(running.job), 1):
                 if number == 3:
-                    monkeypatch.setattr(SnapshotManager, "resume", lambda *_: resumed)
+                    monkeypatch.setattr(Restorer, "resume", lambda *_: resumed)
                     with running.job.guard():
                         raise PEER_LOST
                 else:
@@ -813,7 +824,7 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
     running: Running, monkeypatch: pytest.MonkeyPatch, in_good_order: bool
 ) -> None:
     stream = keepstep.ShardedStream(range(4), read_shard)
-    enter, resume, capture = ProcessGroups.enter, SnapshotManager.resume, TrainingState.capture
+    enter, resume, capture = ProcessGroups.enter, Restorer.resume, TrainingState.capture
     expected = whole_position(stream, 3)
     captured: list[tuple[int, StreamPosition | None]] = []
 
@@ -821,7 +832,7 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
         world = enter(self, *arguments)
         return replace(world, data_rank=0, data_size=2) if world.generation == 1 else world
 
-    def resume_whole(self: SnapshotManager, *arguments: Any) -> Resumed:
+    def resume_whole(self: Restorer, *arguments: Any) -> Resumed:
         resumed = resume(self, *arguments)
         is_first = running.job.world.generation == 1
         return resumed if is_first else Resumed(Position(3, 3, expected), "memory")
@@ -831,13 +842,15 @@ def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ra
         return capture(self, position)
 
     monkeypatch.setattr(ProcessGroups, "enter", enter_as_one_of_two)
-    monkeypatch.setattr(SnapshotManager, "resume", resume_whole)
+    monkeypatch.setattr(Restorer, "resume", resume_whole)
     monkeypatch.setattr(TrainingState, "capture", note)
     with running.job as job:
         for _ in job.batches(stream, 4, steps=4):
             assert running.step().completed
             if job.steps == 3 and in_good_order:
-                job._state.snapshots.is_ending = True
+                snapshots = job._state.snapshots
+                ending = Outcome(is_ending=True)
+                snapshots._agreement = replace(snapshots._agreement, outcome=ending)
             elif job.steps == 3:
                 with job.guard():
                     raise PEER_LOST

@@ -17,6 +17,7 @@ from keepstep.elastic.trainer import snapshot_manager
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import State
+from keepstep.elastic.trainer.training_state import TrainingState
 from tests.unit.elastic.worker.places import assignment
 
 
@@ -58,17 +59,14 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
     """A worker takes snapshots after each second step, and none is ever committed."""
     monkeypatch.setattr(snapshot_manager, "Snapshotter", Copier)
     monkeypatch.setattr(snapshot_manager, "SnapshotClient", lambda *_: Mock())
+    device = torch.device("cpu")
+    state = State(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     opened = SnapshotManager(
-        State(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
-        torch.device("cpu"),
-        assignment(1),
-        None,
-        is_committed=lambda step: step == -1,
-        is_closing=lambda: False,
-        may_seal=lambda: True,
+        training=TrainingState(state, device, 0),
+        device=device,
+        assignment=assignment(1),
+        session=Mock(is_committed=lambda step: step == -1, is_closing=lambda generation: False),
         interval=SnapshotInterval(2, 0.0),
-        located=lambda position: position,
-        data_share=(0, 1),
     )
     yield opened
     opened.close()
@@ -77,8 +75,8 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[SnapshotManager]:
 def compute_step(manager: SnapshotManager, step: int, *, writes: bool = True) -> None:
     position = Position(step, step)
     manager.begin_step()
-    manager.training.model(torch.ones(1, 2)).sum().backward()
-    for optimizer in manager.training.optimizers if writes else ():
+    manager._training.model(torch.ones(1, 2)).sum().backward()
+    for optimizer in manager._training.optimizers if writes else ():
         optimizer.step()
     if manager.complete_step(position):
         manager.take_agreed(position)
@@ -114,7 +112,7 @@ def test_final_snapshot_that_is_torn_is_taken_again_by_agreement(
     copier.is_torn = True
     # What tore the first copy may have been a tensor that was given other memory.
     looks_for_moved = Mock()
-    monkeypatch.setattr(manager.training, "invalidate_if_moved", looks_for_moved)
+    monkeypatch.setattr(manager._training, "invalidate_if_moved", looks_for_moved)
     wait_for_commit = Mock(return_value=True)
     assert manager.commit_final_snapshot(Position(2, 2), wait_for_commit)
     assert copier.begun == [(2, False), (2, True)]
