@@ -51,7 +51,7 @@ from keepstep.checkpoint.format.stored.pruning import (
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import is_committed, list_steps, missing
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
-from keepstep.checkpoint.format.stored.strict_json import to_strict_json
+from keepstep.checkpoint.format.stored.stored_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")
 _GENERATION = click.option(

@@ -31,7 +31,7 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, For
 from keepstep.checkpoint.format.layout.documents import CONFIG
 from keepstep.checkpoint.format.stored.steps import newest
 from keepstep.checkpoint.format.stored.storage import open_storage
-from keepstep.checkpoint.format.stored.strict_json import to_strict_json
+from keepstep.checkpoint.format.stored.stored_json import to_strict_json
 
 _MOST_LOOKED_AT = 200
 

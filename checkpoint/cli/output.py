@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from keepstep.checkpoint.format.stored.strict_json import to_strict_json
+from keepstep.checkpoint.format.stored.stored_json import to_strict_json
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Json
-from keepstep.checkpoint.format.layout.release import release_of
+from keepstep.checkpoint.format.layout.documents import release_of
 from keepstep.checkpoint.live.optimizer_options import obstacle_to_json
 
 

@@ -30,7 +30,7 @@ from keepstep.checkpoint.format.layout.completeness import (
 )
 from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.format.stored.strict_json import to_strict_json
+from keepstep.checkpoint.format.stored.stored_json import to_strict_json
 from keepstep.checkpoint.live.fills import fill
 from keepstep.checkpoint.live.state_mapping import (
     StateMapping,

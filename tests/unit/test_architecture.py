@@ -205,8 +205,6 @@ PURE = (
     "checkpoint.format.stored.shared_plan",
     "checkpoint.format.stored.stored_arrays",
     "checkpoint.format.stored.stored_json",
-    "checkpoint.format.stored.strict_json",
-    "checkpoint.format.stored.transfer_sizes",
     "checkpoint.format.stored.zarr_metadata",
     "checkpoint.format.stored.pruning",
     "checkpoint.snapshot.memory.snapshot_table",

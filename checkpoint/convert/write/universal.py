@@ -31,9 +31,8 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.format.content_check import content_of
 from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_document, sum_of
-from keepstep.checkpoint.format.layout.documents import PROVENANCE
+from keepstep.checkpoint.format.layout.documents import PROVENANCE, release_of
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.format.layout.release import release_of
 from keepstep.checkpoint.format.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.format.stored.chunking import CHUNK_NBYTES, Chunk, plan_chunks
 from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
@@ -41,8 +40,7 @@ from keepstep.checkpoint.format.stored.metadata import StoredMetadata
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, Attempt, StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
-from keepstep.checkpoint.format.stored.stored_json import decode, encode
-from keepstep.checkpoint.format.stored.strict_json import encode_strict
+from keepstep.checkpoint.format.stored.stored_json import decode, encode, encode_strict
 from keepstep.checkpoint.format.stored.writer import (
     PARALLEL_WRITES,
     ContentSum,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from keepstep.checkpoint.format.layout.boxes import Json
 
@@ -80,3 +82,12 @@ def last_holders(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[tuple[st
         for rank, digests in enumerate(digests_of_ranks)
         for name, digest in digests.items()
     }
+
+
+@cache
+def release_of(package: str) -> str:
+    """Return an installed package's version; `unknown` for a source tree that is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -28,7 +28,7 @@ from keepstep.checkpoint.format.stored.chunking import (
 )
 from keepstep.checkpoint.format.stored.listings import ChunkObject, DataObject, Pack, decode_numbers
 from keepstep.checkpoint.format.stored.object_names import chunk_name
-from keepstep.checkpoint.format.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
+from keepstep.checkpoint.format.stored.transfer_memory import BLOCK_NBYTES, LARGE_PAGE_NBYTES
 from keepstep.checkpoint.format.stored.zarr_metadata import (
     cells_per_chunk,
     shard_index,

@@ -24,8 +24,7 @@ from keepstep.checkpoint.format.stored.cell_codec import CHECKSUM_NBYTES, decomp
 from keepstep.checkpoint.format.stored.cell_index import Span, runs
 from keepstep.checkpoint.format.stored.chunking import StoredTensor
 from keepstep.checkpoint.format.stored.storage import Storage
-from keepstep.checkpoint.format.stored.transfer_memory import TransferMemory
-from keepstep.checkpoint.format.stored.transfer_sizes import BLOCK_NBYTES
+from keepstep.checkpoint.format.stored.transfer_memory import BLOCK_NBYTES, TransferMemory
 
 Bytes = npt.NDArray[np.uint8]
 

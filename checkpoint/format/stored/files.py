@@ -23,7 +23,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -36,10 +36,12 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
 )
 from keepstep.checkpoint.format.layout.integers import round_up
-from keepstep.checkpoint.format.stored.links import Link
 from keepstep.checkpoint.format.stored.object_names import PROBE_PREFIX
-from keepstep.checkpoint.format.stored.transfer_memory import allocate
-from keepstep.checkpoint.format.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
+from keepstep.checkpoint.format.stored.transfer_memory import (
+    BLOCK_NBYTES,
+    LARGE_PAGE_NBYTES,
+    allocate,
+)
 
 _LARGE_NBYTES = 2**20
 # Size of one write past the page cache: one piece of memory for the device, and it fits a
@@ -122,16 +124,13 @@ class FileStorage:
                 _write_buffered(unfinished, views, flush=is_large)
             unfinished.replace(path)
 
-    def links(self) -> AbstractContextManager[Link]:
-        """See `Storage.links`. A named file never changes, so it may have many names."""
-        return nullcontext(self._link)
-
     @property
-    def has_cheap_metadata(self) -> bool:
-        """See `Storage.has_cheap_metadata`."""
+    def can_link(self) -> bool:
+        """See `Storage.can_link`. A named file never changes, so it may have many names."""
         return True
 
-    def _link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+    def link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """See `Storage.link`."""
         with suppress(OSError, CheckpointDamaged), _open_file(self.root / source) as file:
             if _has_content(file, pieces):
                 with self._temporary_path(self.root / name) as unfinished:

@@ -44,8 +44,7 @@ from keepstep.checkpoint.format.stored.pruning import GRACE_S, Disposal, Note, d
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import noted_newest
 from keepstep.checkpoint.format.stored.storage import Storage
-from keepstep.checkpoint.format.stored.stored_json import encode
-from keepstep.checkpoint.format.stored.strict_json import encode_strict
+from keepstep.checkpoint.format.stored.stored_json import encode, encode_strict
 from keepstep.checkpoint.format.stored.writer import commit
 from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata
 

@@ -1,6 +1,6 @@
 """Checkpoints in object stores, by TensorStore's drivers.
 
-In S3 directories are found, and objects copied, without TensorStore.
+In S3 directories are found without TensorStore.
 
 It relies on this: an acknowledged PUT is complete and durable.
 """
@@ -12,17 +12,15 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import tensorstore
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from keepstep.checkpoint.format.stored import s3_copies, s3_listing
-from keepstep.checkpoint.format.stored.links import Link
+from keepstep.checkpoint.format.stored import s3_listing
 from keepstep.checkpoint.format.stored.object_names import PROBE_PREFIX
-from keepstep.checkpoint.format.stored.s3_client import S3Location
+from keepstep.checkpoint.format.stored.s3_listing import S3Location
 
 # About 20 seconds in all. The default of 32 retries would make a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
@@ -121,15 +119,13 @@ class ObjectStorage:
         data = b"".join(pieces)
         self._request(f"write {name}", lambda: self.store.write(name, data), len(data))
 
-    def links(self) -> AbstractContextManager[Link]:
-        """See `Storage.links`: nothing is linked but in S3."""
-        if self.s3 is None:
-            return nullcontext(lambda source, name, pieces: False)
-        return s3_copies.copier(self.s3)
-
     @property
-    def has_cheap_metadata(self) -> bool:
-        """See `Storage.has_cheap_metadata`."""
+    def can_link(self) -> bool:
+        """See `Storage.can_link`: an object has one name."""
+        return False
+
+    def link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """See `Storage.link`."""
         return False
 
     def flush(self, names: Sequence[str]) -> None:

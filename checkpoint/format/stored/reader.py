@@ -52,8 +52,7 @@ from keepstep.checkpoint.format.stored.object_names import (
 from keepstep.checkpoint.format.stored.part_listings import PartListings
 from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.format.stored.stored_arrays import Specs, StoredArrays
-from keepstep.checkpoint.format.stored.stored_json import decode
-from keepstep.checkpoint.format.stored.strict_json import from_strict_json
+from keepstep.checkpoint.format.stored.stored_json import decode, from_strict_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,7 @@
 
 `checkpoint.format.stored.files` implements it with files, `checkpoint.format.stored.objects`
 with TensorStore's key-value stores (S3, Google Cloud Storage, and memory for tests), and in S3
-`checkpoint.format.stored.s3_listing` finds directories and `s3_copies` copies what S3 has. All
-pass one suite of tests.
+`checkpoint.format.stored.s3_listing` finds directories. All pass one suite of tests.
 
 Invariants: an object is visible only when it is complete; `create` never replaces an object.
 """
@@ -12,11 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.format.stored.links import Link
 from keepstep.checkpoint.format.stored.urls import ParsedUrl, parse_url
 
 
@@ -78,18 +75,24 @@ class Storage(Protocol):
         """Write an object, the concatenation of the pieces; it is durable after `flush`."""
         ...
 
-    def links(self) -> AbstractContextManager[Link]:
-        """Yield what gives objects other names, instead of writing the same bytes again.
-
-        In S3 it makes a copy of the object, which takes as much room, and sends no bytes.
-        """
+    @property
+    def can_link(self) -> bool:
+        """Whether `link` may give any object another name."""
         ...
 
-    @property
-    def has_cheap_metadata(self) -> bool:
-        """Whether each writer may look what is in the newest checkpoint, to link it.
+    def link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """Give an object another name, instead of writing the same bytes again.
 
-        In object stores thousands of writers would request the same objects at once.
+        It is durable after `flush`.
+
+        Args:
+            source: the object.
+            name: its other name.
+            pieces: the bytes that it must have, exactly.
+
+        Returns:
+            Whether it has the name now. If not, because it has other bytes, does not exist or
+            cannot have another name, what is under the name is undefined until it is written.
         """
         ...
 

@@ -17,7 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.format.layout.integers import round_up
-from keepstep.checkpoint.format.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
+
+BLOCK_NBYTES = mmap.PAGESIZE
+"""Bytes that divide addresses, offsets and sizes."""
+
+LARGE_PAGE_NBYTES = 2 * 2**20
+"""Bytes that a device transfers as one piece of memory, where the system has large pages."""
 
 Bytes = npt.NDArray[np.uint8]
 

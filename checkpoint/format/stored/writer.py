@@ -66,8 +66,7 @@ from keepstep.checkpoint.format.stored.object_names import (
 from keepstep.checkpoint.format.stored.pruning import Note
 from keepstep.checkpoint.format.stored.steps import newest
 from keepstep.checkpoint.format.stored.storage import Storage
-from keepstep.checkpoint.format.stored.stored_json import encode
-from keepstep.checkpoint.format.stored.strict_json import encode_strict
+from keepstep.checkpoint.format.stored.stored_json import encode, encode_strict
 from keepstep.checkpoint.format.stored.transfer_memory import TransferPool
 from keepstep.checkpoint.format.stored.zarr_metadata import (
     array_metadata,
@@ -156,7 +155,7 @@ def write_part(
     _check_not_committed(storage, attempt.stored)
     pool = TransferPool() if memory is None else memory
     last = LastPart() if last is None else last
-    before = last.at(storage.url)
+    before = last.at(storage.url) if storage.can_link else None
     # A process that saves in other ways too, or follows another one, may not have written it.
     known = {attempt.stored} if before is None else {attempt.stored, before.stored}
     equal = EqualObjects(before, lambda: _newest_objects(storage, name, known))
@@ -179,7 +178,7 @@ def write_part(
     def store(item: _Stored, pieces: Sequence[Piece]) -> _Stored:
         target = f"{attempt.directory}/{item.name}"
         # Equal checksums do not prove that the bytes are equal; the storage compares them.
-        if not any(link(source, target, pieces) for source in equal.find(item)):
+        if not any(storage.link(source, target, pieces) for source in equal.find(item)):
             storage.write(target, pieces)
         return item
 
@@ -197,8 +196,7 @@ def write_part(
 
     jobs = list(write_jobs(plan, writers, name))
     try:
-        with storage.links() as link:
-            written = _map_parallel(write, jobs, threads)
+        written = _map_parallel(write, jobs, threads)
     finally:
         pool.trim(_KEPT_NBYTES)
     listing = encode_part(written)
@@ -332,9 +330,9 @@ def manifest_of(
 def _newest_objects(storage: Storage, name: int, known: Collection[StoredStep]) -> Paths:
     """Return the objects that the writer of this name wrote of the newest checkpoint.
 
-    There are none if to look for them costs too much, or if the newest checkpoint is a known one.
+    There are none if none could be linked, or if the newest checkpoint is a known one.
     """
-    if not storage.has_cheap_metadata:
+    if not storage.can_link:
         return {}
     # Found without a look at all checkpoints: every writer of every checkpoint comes here.
     previous = newest(storage)

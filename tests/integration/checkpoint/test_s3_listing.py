@@ -19,8 +19,7 @@ import trustme
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, StoredStep
 from keepstep.checkpoint.format.stored.objects import ObjectStorage
-from keepstep.checkpoint.format.stored.s3_client import S3Location, open_client
-from keepstep.checkpoint.format.stored.s3_listing import directories_with
+from keepstep.checkpoint.format.stored.s3_listing import S3Location, directories_with, open_client
 from keepstep.checkpoint.format.stored.steps import list_steps, newest
 from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.adaptive_timeouts import patient

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,7 +30,6 @@ from keepstep.checkpoint.format.layout.planner import plan_reads
 from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec
 from keepstep.checkpoint.format.stored import chunking, writer
 from keepstep.checkpoint.format.stored.chunking import ChunkPlan, plan_chunks
-from keepstep.checkpoint.format.stored.links import Link
 from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.writer import publish, write_part
@@ -73,12 +71,10 @@ class DictStorage:
     def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
         return None
 
-    @property
-    def has_cheap_metadata(self) -> bool:
-        return False
+    can_link: bool = False
 
-    def links(self) -> AbstractContextManager[Link]:
-        return nullcontext(lambda source, name, pieces: False)
+    def link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        return False
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         assert offset + nbytes <= len(self.objects[name]), "no read beyond an object's end"

@@ -17,7 +17,7 @@ from keepstep.checkpoint.format.stored.chunking import plan_chunks
 from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
-from keepstep.checkpoint.format.stored.transfer_sizes import BLOCK_NBYTES
+from keepstep.checkpoint.format.stored.transfer_memory import BLOCK_NBYTES
 from keepstep.checkpoint.format.stored.writer import publish, write_part
 
 SHAPE = (1536, 1024)

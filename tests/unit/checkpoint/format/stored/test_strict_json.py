@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.format.stored.stored_json import encode
-from keepstep.checkpoint.format.stored.strict_json import (
+from keepstep.checkpoint.format.stored.stored_json import (
+    encode,
     encode_strict,
     from_strict_json,
     to_strict_json,

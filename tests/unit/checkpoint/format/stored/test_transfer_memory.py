@@ -7,8 +7,13 @@ from contextlib import ExitStack
 import pytest
 
 from keepstep.checkpoint.format.stored.chunking import PACK_NBYTES
-from keepstep.checkpoint.format.stored.transfer_memory import TransferMemory, TransferPool, allocate
-from keepstep.checkpoint.format.stored.transfer_sizes import BLOCK_NBYTES, LARGE_PAGE_NBYTES
+from keepstep.checkpoint.format.stored.transfer_memory import (
+    BLOCK_NBYTES,
+    LARGE_PAGE_NBYTES,
+    TransferMemory,
+    TransferPool,
+    allocate,
+)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, BLOCK_NBYTES + 1, LARGE_PAGE_NBYTES, 5 * 2**20 + 3])
