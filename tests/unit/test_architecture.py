@@ -172,7 +172,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " monitor.diagnosis monitor.errors monitor.verdicts"
         ),
         "elastic.cli": (
-            "checkpoint.errors checkpoint.snapshot.server elastic.agent elastic.errors"
+            "checkpoint.errors checkpoint.snapshot.isal checkpoint.snapshot.server elastic.agent"
+            " elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
             " log_format monitor.contracts monitor.errors notices private_files processes transport"
         ),

@@ -29,7 +29,7 @@ def test_without_pyeclib_the_systems_library_is_taken(monkeypatch: pytest.Monkey
 def test_a_library_that_is_missing_or_broken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "files", no_package)
     monkeypatch.setattr(ctypes.util, "find_library", lambda _: None)
-    with pytest.raises(CheckpointError, match="ISA-L is not installed"):
+    with pytest.raises(CheckpointError, match="ISA-L, which computes parity, is not installed"):
         load()
     monkeypatch.setattr(ctypes.util, "find_library", lambda _: "/dev/null")
     with pytest.raises(CheckpointError, match=r"ISA-L cannot be loaded: .*; install pyeclib again"):
