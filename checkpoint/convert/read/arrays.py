@@ -95,6 +95,10 @@ class FileArray:
     strides: tuple[int, ...]
     start: int = 0
 
+    def __setstate__(self, state: object) -> None:
+        # Attributes that a pickle sets on a tensor are no part of its elements.
+        pass
+
     def __post_init__(self) -> None:
         numbers = (self.start, *self.shape, *self.strides)
         if (

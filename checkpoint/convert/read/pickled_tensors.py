@@ -74,6 +74,10 @@ class PickledStorage:
     extent: Extent
     kind: StorageKind
 
+    def __setstate__(self, state: object) -> None:
+        # A pickle refers to a storage, and cannot change it.
+        pass
+
 
 def storage_kind(value: object) -> StorageKind:
     """Return the kind of a storage that a persistent id names.

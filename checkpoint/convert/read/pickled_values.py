@@ -8,7 +8,7 @@ everything else there is a `Record` of the name and the arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,21 +20,11 @@ from keepstep.checkpoint.convert.read.files import damaged
 Constructor = Callable[..., object]
 """Returns the value that a call of a known name stands for; it only combines its arguments."""
 
+Call = Callable[[str, tuple[object, ...], Mapping[str, object]], object]
+"""Returns the value of a call, given a name, the arguments, and those by name."""
+
 _MOST_DEPTH = 200
-# How many values a tree may be when it is walked over, per value in it and at least: whatever a
-# pickle refers to repeatedly, such as the shapes of shards, is there that often.
-_MOST_REPETITIONS = 16
-_LEAST_VALUES = 2**20
-_MOST_KEY_ITEMS = 64
-_MOST_KEY_DEPTH = 4
 _NUMPY_TYPE = re.compile(r"\?|b1|[iu][1248]|f[248]|c(8|16)|[SU][0-9]{1,6}")
-
-
-@dataclass(frozen=True, slots=True)
-class Global:
-    """A name that a pickle refers to, such as `torch.float32`. It was not looked up."""
-
-    name: str
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +47,26 @@ class Record:
     items: list[Any] = field(default_factory=list)
     entries: dict[Any, Any] = field(default_factory=dict)
 
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def __call__(self, *args: object, **keywords: object) -> Record:
+        """Return what stands for the value that an object returns."""
+        return Record(self.name, args, keywords)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.entries[key] = value
+
+    def append(self, item: object) -> None:
+        """Note an item that was to be appended."""
+        self.items.append(item)
+
+    def extend(self, items: Iterable[object]) -> None:
+        """Note items that were to be appended."""
+        self.items.extend(items)
+
+    add = append
+
     @property
     def attributes(self) -> Mapping[str, Any]:
         """The object's attributes, where its state is a mapping or that and one for slots."""
@@ -68,6 +78,50 @@ class Record:
         return merged
 
 
+class Global(type):
+    """A name that a pickle refers to, such as `torch.float32`. It was not looked up.
+
+    It is a class, as the unpickler expects of what instances are made of. To call it, or to make an
+    instance, calls `call` with the name, the arguments, and those by name.
+    """
+
+    name: str
+
+    def __new__(metaclass, name: str, call: Call = Record) -> Global:
+        """Return a class of no behaviour."""
+
+        def make(cls: Global, *args: object, **keywords: object) -> object:
+            return call(name, args, keywords)
+
+        made = super().__new__(metaclass, "Global", (), {"__slots__": (), "__new__": make})
+        type.__setattr__(made, "name", name)
+        return made
+
+    def __init__(cls, name: str, call: Call = Record) -> None:
+        super().__init__("Global", (), {})
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise TypeError("attributes of a name are set")
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, Global) and cls.name == other.name
+
+    def __hash__(cls) -> int:
+        return hash(cls.name)
+
+    def __repr__(cls) -> str:
+        return f"Global({cls.name!r})"
+
+
+class _Dict(dict[Any, Any]):
+    """A dictionary of a subclass: its attributes, such as a module's versions, are no content."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
 @dataclass(slots=True, eq=False)
 class NumpyType:
     """A data type of NumPy, in the making: its state follows its name."""
@@ -75,8 +129,7 @@ class NumpyType:
     name: str
     order: str = "="
 
-    def build(self, state: object) -> None:
-        """Take the byte order from the state."""
+    def __setstate__(self, state: object) -> None:
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else None
         if order not in ("<", ">", "=", "|"):
             raise ValueError("no byte order is in the state of a NumPy data type")
@@ -93,8 +146,7 @@ class NumpyArray:
 
     values: npt.NDArray[Any] | None = None
 
-    def build(self, state: object) -> None:
-        """Take shape, type and elements from the state."""
+    def __setstate__(self, state: object) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
             raise ValueError("the state of a NumPy array is not five values")
         _, shape, dtype, is_fortran, data = state
@@ -119,8 +171,8 @@ def plain_constructors() -> dict[str, Constructor]:
         "collections.deque": lambda items=(), most=None: _list(items),
         "builtins.dict": _dict,
         "builtins.list": _list,
-        "builtins.set": lambda items=(): set(_keys(items)),
-        "builtins.frozenset": lambda items=(): frozenset(_keys(items)),
+        "builtins.set": lambda items=(): set(_list(items)),
+        "builtins.frozenset": lambda items=(): frozenset(_list(items)),
         "builtins.tuple": lambda items=(): tuple(_list(items)),
         "builtins.complex": _complex,
         "builtins.bytearray": _bytes,
@@ -132,140 +184,55 @@ def plain_constructors() -> dict[str, Constructor]:
     }
 
 
-def check_key(key: object) -> None:
-    """Refuse keys whose hash or comparison could fail, or take long.
-
-    Raises:
-        TypeError: it is no number, text, name, record, or small tuple of these.
-    """
-    if not isinstance(key, tuple):
-        _check_plain_key(key)
-        return
-    pending: list[tuple[tuple[object, ...], int]] = [(key, 1)]
-    count = 0
-    while pending:
-        items, depth = pending.pop()
-        # A tuple may have another one many times, so its items count each time.
-        count += len(items)
-        if count > _MOST_KEY_ITEMS or depth > _MOST_KEY_DEPTH:
-            raise TypeError(f"a tuple of more than {_MOST_KEY_ITEMS} items is a key, or a deep one")
-        for item in items:
-            if isinstance(item, tuple):
-                pending.append((item, depth + 1))
-            else:
-                _check_plain_key(item)
-
-
-def _check_plain_key(key: object) -> None:
-    if isinstance(key, int) and key.bit_length() > 64:
-        raise TypeError("an integer of more than 64 bits is a key")
-    if key is not None and not isinstance(key, str | bytes | int | float | Global | Record):
-        raise TypeError(f"a {type(key).__name__} is a key")
-
-
 def check_tree(root: object, location: str) -> None:
     """Refuse values that whoever walks over them would not come to the end of.
 
-    A pickle of a few bytes can contain itself, be nested without end, or refer to a value ten
-    times, which refers to another ten times, and so on. A circle by way of a `Record` is accepted:
-    objects have them, and nobody walks through records.
+    A circle by way of a `Record` is accepted: objects have them, and nobody walks through records.
 
     Raises:
-        CheckpointDamaged: the values are such.
+        CheckpointDamaged: a value contains itself, or is nested too deep.
     """
-    counts: dict[int, int] = {}
-    leaves, nested = _parts(root)
-    # For each value on the path: itself, what is left of its parts, how many values it is so far.
-    path: list[tuple[object, list[object]]] = [(root, nested)]
-    totals = [1 + leaves]
-    distinct = 1 + leaves
-    depth_of: dict[int, int] = {id(root): 0}
-    # Where the records on the path stand.
-    records: list[int] = [0] if isinstance(root, Record) else []
-    while path:
-        value, pending = path[-1]
-        if not pending:
-            path.pop()
-            del depth_of[id(value)]
-            if records and records[-1] == len(path):
-                records.pop()
-            counts[id(value)] = total = totals.pop()
-            if totals:
-                totals[-1] += total
-        else:
-            child = pending.pop()
-            number = id(child)
-            if number in counts:
-                totals[-1] += counts[number]
-            elif number in depth_of:
-                if not records or records[-1] < depth_of[number]:
-                    raise damaged(location, "a value in its pickle contains itself")
-                totals[-1] += 1
-            else:
-                leaves, nested = _parts(child)
-                distinct += 1 + leaves
-                if not nested:
-                    counts[number] = 1 + leaves
-                    totals[-1] += 1 + leaves
-                else:
-                    if len(path) >= _MOST_DEPTH:
-                        raise damaged(
-                            location, f"its pickle is nested more than {_MOST_DEPTH} deep"
-                        )
-                    depth_of[number] = len(path)
-                    if isinstance(child, Record):
-                        records.append(len(path))
-                    path.append((child, nested))
-                    totals.append(1 + leaves)
-        if totals and totals[-1] > _LEAST_VALUES + _MOST_REPETITIONS * distinct:
-            raise damaged(
-                location,
-                f"its pickle has {distinct} values, and stands for more than {totals[-1]} by "
-                "references",
-            )
+    seen: set[int] = set()
+
+    def visit(value: object, path: set[int], depth: int) -> None:
+        if depth > _MOST_DEPTH:
+            raise damaged(location, f"its pickle is nested more than {_MOST_DEPTH} deep")
+        inner = set() if isinstance(value, Record) else path | {id(value)}
+        seen.add(id(value))
+        for part in _parts(value):
+            if id(part) in inner:
+                raise damaged(location, "a value in its pickle contains itself")
+            if id(part) not in seen:
+                visit(part, inner, depth + 1)
+
+    visit(root, set(), 0)
 
 
-_WITH_PARTS = frozenset({dict, list, tuple, set, frozenset, Record})
-
-
-def _parts(value: object) -> tuple[int, list[object]]:
-    """Return how many parts of a value have no parts, and the others; for records all kinds."""
+def _parts(value: object) -> Iterable[object]:
+    """Return the parts of a value that have parts; of records all kinds."""
     match value:
         case dict():
-            parts: Collection[object] = value.values()
+            parts: Iterable[object] = value.values()
         case list() | tuple() | set() | frozenset():
             parts = value
         case Record():
             parts = (value.args, value.keywords, value.state, value.items, value.entries)
         case _:
-            return 0, []
-    nested = [part for part in parts if type(part) in _WITH_PARTS and part]
-    return len(parts) - len(nested), nested
+            return ()
+    return [part for part in parts if isinstance(part, _WITH_PARTS)]
+
+
+_WITH_PARTS = (dict, list, tuple, set, frozenset, Record)
 
 
 def _dict(content: object = ()) -> dict[Any, Any]:
-    if isinstance(content, dict):
-        return dict(content)
-    built = {}
-    for pair in _list(content):
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ValueError("a dictionary is not made of pairs")
-        check_key(pair[0])
-        built[pair[0]] = pair[1]
-    return built
+    return _Dict(content if isinstance(content, dict) else map(_list, _list(content)))
 
 
 def _list(items: object = ()) -> list[Any]:
     if not isinstance(items, list | tuple | set | frozenset):
         raise ValueError(f"a {type(items).__name__} is where items are expected")
     return list(items)
-
-
-def _keys(items: object) -> list[Any]:
-    keys = _list(items)
-    for key in keys:
-        check_key(key)
-    return keys
 
 
 def _text(value: object) -> str:
@@ -283,9 +250,7 @@ def _complex(real: object, imaginary: object = 0.0) -> complex:
 def _bytes(content: object = b"", encoding: object = None) -> bytes:
     if isinstance(content, str):
         return _encode(content, encoding)
-    if isinstance(content, bytes):
-        return content
-    if isinstance(content, list | tuple):
+    if isinstance(content, bytes | bytearray | list | tuple):
         return bytes(content)
     # A number would be that many zeros.
     raise ValueError(f"bytes are made of a {type(content).__name__}")
@@ -320,7 +285,10 @@ def _numpy_values(
     numpy_type = dtype.dtype()
     if numpy_type is None or numpy_type.itemsize == 0:
         return None
-    if not isinstance(data, bytes) or any(type(n) is not int or n < 0 for n in shape):
+    if isinstance(data, str):
+        # As Python 2 wrote bytes.
+        data = data.encode("utf-8", "surrogateescape")
+    if not isinstance(data, bytes | bytearray) or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError("a NumPy array's elements are not bytes, or its shape not numbers")
     values: npt.NDArray[Any] = np.frombuffer(data, numpy_type) if data else np.empty(0, numpy_type)
     return values.reshape(shape, order="F" if order == "F" else "C")
