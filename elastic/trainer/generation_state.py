@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import random
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -22,8 +23,6 @@ from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.bad_steps import StepJudge
-from keepstep.elastic.trainer.failed_frames import forget_locals
-from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import ReplicaCheck
@@ -31,7 +30,7 @@ from keepstep.elastic.trainer.restorer import Restorer
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
-from keepstep.elastic.trainer.state import Build, State
+from keepstep.elastic.trainer.state import Build, InitialExtra, State
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained, Ready, Restored
@@ -297,3 +296,20 @@ class GenerationState:
         self._replicas.leave()
         drop_compiled_code()
         gc.collect()
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the local variables of all frames that an exception, and its causes, have left.
+
+    While an exception is handled its frames keep the model, gradients and activations: beside the
+    next generation's state a device may have no memory for them. Frames that still run keep theirs.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        failure = pending.pop()
+        if failure is None or id(failure) in seen:
+            continue
+        seen.add(id(failure))
+        traceback.clear_frames(failure.__traceback__)
+        pending += [failure.__cause__, failure.__context__]

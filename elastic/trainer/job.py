@@ -27,36 +27,31 @@ from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Dataset, Source, Stream
 from keepstep.elastic.data.position import Position
-from keepstep.elastic.errors import ReplicasDiverged, UsageError
-from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.trainer.bad_steps import BadSteps, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
 from keepstep.elastic.trainer.generation_state import GenerationState
-from keepstep.elastic.trainer.guard import Guard
+from keepstep.elastic.trainer.guard import Guard, GuardControl
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
-from keepstep.elastic.trainer.step import Step, StepUndone
+from keepstep.elastic.trainer.step import Step
+from keepstep.elastic.trainer.step_control import StepControl
 from keepstep.elastic.worker.messages import (
     Assignment,
     Finishing,
-    ReplicasCompared,
-    SnapshotIntervalChosen,
-    Stepped,
 )
 from keepstep.elastic.worker.peer_failure import is_peer_failure
-from keepstep.elastic.worker.session import Session, wall_clock_s
+from keepstep.elastic.worker.session import Session
 
 log = logging.getLogger("keepstep")
 
 T = TypeVar("T")
 _END_OF_DATA = object()
 _NO_CALLBACKS = Callbacks()
-
-_FENCED_S = 2.0
-"""For so long a node may refuse copies before its ranks are told that the generation closes."""
 
 
 class Job:
@@ -98,16 +93,24 @@ class Job:
             replicas=self._replicas,
             judge=self._judge,
         )
-        self._rejected: RejectedStep | None = None
-        self._left_out_guards = 0
-        self._has_begun_step = False
-        self._has_warned_of_guard = False
-        self._batch_generation: int | None = None
+        self._steps = StepControl(
+            session=session,
+            state=self._state,
+            passes=self._passes,
+            replicas=self._replicas,
+            judge=self._judge,
+            events=self._events,
+            recover=self._recover,
+        )
+        self._guards = GuardControl(
+            session=session,
+            state=self._state,
+            passes=self._passes,
+            steps=self._steps,
+            recover=self._recover,
+            restart_script=self._restart_script,
+        )
         self._pass_generation = 0
-        self._batch_position = Position()
-        self._reported_first_step = False
-        self._marked_step = 0
-        self._loss_scale = 1.0
 
     def __enter__(self) -> Self:
         self._state.watch_aborts()
@@ -122,9 +125,9 @@ class Job:
     ) -> None:
         # After an exception the process groups stay: peers would report broken collectives before
         # this worker reports the cause.
-        if isinstance(error, NameError) and self._left_out_guards:
+        if isinstance(error, NameError) and self._guards.left_out:
             error.add_note(
-                f"This process has begun the script anew, and left out {self._left_out_guards} "
+                f"This process has begun the script anew, and left out {self._guards.left_out} "
                 "guards of passes that were over: what the script needs of them afterwards belongs "
                 "into State.extra, or into build, which runs in every process."
             )
@@ -253,11 +256,11 @@ class Job:
         finally:
             # Also by `break`, or by an exception in the loop.
             self._passes.place.leave_loop()
-            self._batch_generation = None
+            self._steps.batch_generation = None
 
     def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
         """Yield this rank's share of each global batch of a pass, from the position on."""
-        self._has_begun_step = False
+        self._steps.has_begun = False
         while self._state.position.batch < data.end:
             generation, yielded = self.world.generation, 0
             loader = data.from_position(
@@ -266,7 +269,7 @@ class Job:
             while True:
                 if self._state.position.batch < data.end:
                     # For the monitor, a step begins with the wait for its data.
-                    self._mark_step()
+                    self._steps.mark()
                 batch = next(loader, _END_OF_DATA)
                 if batch is _END_OF_DATA:
                     break
@@ -274,17 +277,16 @@ class Job:
                 if self._judge is not None and self._judge.is_skipped(before.batch):
                     self._state.position = replace(before, batch=before.batch + 1)
                     continue
-                self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
+                loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
+                self._steps.take_batch(before, loss_scale)
                 yielded += 1
-                self._batch_generation = generation
-                self._batch_position = before
                 yield batch
                 if self.world.generation == generation and self._state.snapshots.is_ending:
                     # Not at the end of the step: the loop's code after it uses that step's world.
                     self._recover(None)
                 if self.world.generation != generation:
                     break
-                if yielded == 2 and self.steps == 0 and not self._has_begun_step:
+                if yielded == 2 and self.steps == 0 and not self._steps.has_begun:
                     # One batch may be left out.
                     raise UsageError(
                         "the loop over job.batches has taken two batches without a step, so that "
@@ -302,7 +304,7 @@ class Job:
 
         Entered outside of a loop over `batches`, or twice for a batch, it raises `UsageError`.
         """
-        return Step(self)
+        return Step(self._steps)
 
     def guard(self) -> Guard:
         """Return a context for collectives outside of steps, such as an evaluation's; see `Guard`.
@@ -310,12 +312,7 @@ class Job:
         All ranks must run the same collectives in it, as in a step.
         """
         is_over = self._passes.place.come_to_guard(self._state.position.batch)
-        return Guard(self, is_over=is_over)
-
-    def _complete_guard(self) -> None:
-        """Take note of the end of a guard; for `Guard`."""
-        self._passes.place.complete_guard()
-        self._session.progress(self.world.generation, self.steps)
+        return Guard(self._guards, is_over=is_over)
 
     def stop(self) -> None:
         """End the pass over the data after the next step that begins, on all ranks alike.
@@ -326,159 +323,6 @@ class Job:
         step of a pass has no effect.
         """
         self._passes.request_stop(self._state.position)
-
-    def _mark_step(self) -> None:
-        """Report the step that begins to the monitor, once."""
-        number = self._state.position.step + 1
-        if self._marked_step != number:
-            self._marked_step = number
-            monitor.begin_step(number)
-
-    def _begin_step(self) -> None:
-        """Begin a step and clear gradients; for `Step`."""
-        if self._batch_generation is None:
-            raise UsageError(
-                "job.step() is called outside of a loop over job.batches, which counts the batches "
-                "that steps have consumed and ends a generation in good order: call it inside, "
-                "once for each batch, before the next batch is read (to read ahead, give "
-                "`workers`)"
-            )
-        if self._batch_generation != self.world.generation:
-            raise UsageError(
-                "the job has recovered since this batch was read, and goes on elsewhere: go to the "
-                "next batch where a step or a guard is not completed (`if not guard.completed: "
-                "continue`)"
-            )
-        if self._batch_position != self._state.position:
-            # Each step counts one batch: a recovery would leave out batches that were never read.
-            raise UsageError(
-                "this batch has had its step: put all that a batch changes, such as the steps of "
-                "several optimizers, into one `with job.step()`, and go to the next batch after it"
-            )
-        self._mark_step()
-        self._has_begun_step = True
-        self._rejected = None
-        self._state.snapshots.begin_step(stops=self._passes.is_stop_requested(self._state.position))
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    def _end_step(self, error: BaseException | None) -> bool:
-        """Complete the step or recover from its failure, for `Step`; True if `error` is handled."""
-        try:
-            is_handled = self._complete_or_recover(error)
-        finally:
-            # The loop may now do something else for long, such as evaluation.
-            self._marked_step = 0
-            monitor.end_step()
-        if error is None or is_handled:
-            self._report_progress()
-        return is_handled
-
-    def _report_progress(self) -> None:
-        self._events.progress(self._session.committed_step, self._session.stored_step)
-
-    def _complete_or_recover(self, error: BaseException | None) -> bool:
-        if self._rejected is not None:
-            # Also if the loop has caught the exception.
-            self._recover(StepUndone(self._rejected))
-            return True
-        if error is None:
-            try:
-                self._complete_step()
-            except (RuntimeError, SnapshotUnavailable) as broken:
-                # The agreement on the next snapshot is a collective too; and a copy that training
-                # waits for is refused once the generation is fenced.
-                if not self._is_from_generation_end(broken):
-                    raise
-                self._recover(broken)
-            return True
-        if isinstance(error, Exception) and self._is_from_generation_end(error):
-            self._recover(error)
-            return True
-        return False
-
-    def _is_from_generation_end(self, error: Exception) -> bool:
-        """Whether the end of the generation caused an error, and not the training code."""
-        if not self._session.is_managed:
-            return False
-        generation = self.world.generation
-        if is_peer_failure(error) or self._session.is_closing(generation):
-            return True
-        return isinstance(error, SnapshotUnavailable) and self._session.wait_for_closing(
-            generation, _FENCED_S
-        )
-
-    def _complete_step(self) -> None:
-        self._state.position = Position(
-            self._state.position.step + 1, self._state.position.batch + 1
-        )
-        generation = self.world.generation
-        self._session.progress(generation, self.steps)
-        if not self._reported_first_step:
-            self._reported_first_step = True
-            self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
-        snapshots = self._state.snapshots
-        takes_snapshot = snapshots.complete_step(self._state.position)
-        if snapshots.is_stopping:
-            self._state.position = self._passes.stop(self._state.position)
-        # Before the snapshot of the step: a repaired state is what it shall hold.
-        divergence = self._compare_replicas(takes_snapshot or snapshots.is_ending)
-        if divergence is not None:
-            self._recover(divergence)
-            return
-        if takes_snapshot:
-            snapshots.take_agreed(self._passes.located(self._state.position))
-        interval_change = self._state.snapshot_interval.notable_change()
-        if interval_change is not None:
-            every, cost_s = interval_change
-            self._session.report(
-                SnapshotIntervalChosen(generation=generation, every=every, cost_s=cost_s)
-            )
-
-    def _judge_step(self, values: Mapping[str, float]) -> None:
-        """Judge what a step has reported; for `Step`."""
-        reason = self._own_judge().judge(self._state.position.step + 1, values)
-        if reason:
-            self._reject_step(reason)
-
-    def _reject_step(self, reason: str) -> NoReturn:
-        """Undo the step that is under way; for `Step`."""
-        judge = self._own_judge()
-        data = self._passes.current
-        assert data is not None, "a step has a batch of a pass"
-        self._rejected = judge.reject(
-            reason,
-            step=self._state.position.step + 1,
-            batch=self._state.position.batch,
-            begin=data.begin,
-            generation=self.world.generation,
-            rank=self.world.rank,
-        )
-        raise StepUndone(self._rejected)
-
-    def _own_judge(self) -> StepJudge:
-        if self._judge is None:
-            raise UsageError(
-                "step.report and step.reject need keepstep.join(..., on_bad_step=BadSteps(...)), "
-                "which says what then happens"
-            )
-        return self._judge
-
-    def _compare_replicas(self, precedes_snapshot: bool) -> ReplicasDiverged | None:
-        """Compare the replicas if it is time to; return what makes the job roll back, if it must.
-
-        Args:
-            precedes_snapshot: this state is what a snapshot will hold.
-        """
-        comparison = self._replicas.run_if_due(self.steps, precedes_snapshot=precedes_snapshot)
-        if comparison is None:
-            return None
-        if self.world.rank == 0:
-            self._session.report(
-                ReplicasCompared(generation=self.world.generation, comparison=comparison)
-            )
-        rolls_back = comparison.differing and self._replicas.rolls_back
-        return ReplicasDiverged(comparison.finding) if rolls_back else None
 
     def _enter(self, newer_than: int) -> None:
         """Enter the next generation; if it fails before it runs, enter the one after it.
@@ -493,8 +337,7 @@ class Job:
             if sizes is None:
                 self._wait_for_other_ranks(assignment)
                 continue
-            self._reported_first_step = False
-            self._marked_step = 0
+            self._steps.enter_generation()
             try:
                 self._state.enter(assignment, sizes)
             except Exception as error:
@@ -554,38 +397,6 @@ class Job:
         self._state.end(generation, error)
         return generation
 
-    def _enter_guard(self, *, is_unconditional: bool) -> None:
-        """Begin a guard; for `Guard`.
-
-        Args:
-            is_unconditional: the script has not asked whether it is completed already.
-        """
-        self._session.progress(self.world.generation, self.steps)
-        place = self._passes.place
-        if place.is_in_loop and self._batch_generation not in (None, self.world.generation):
-            # Ranks that are new go on with the next batch.
-            self._restart_script(
-                "a guard in the loop was entered with the batch of a step or guard that was not "
-                "completed; to go on instead, the script asks `completed` of these"
-            )
-        if is_unconditional and not place.is_in_loop and not self._has_warned_of_guard:
-            self._has_warned_of_guard = True
-            if self.world.rank == 0:
-                log.warning(
-                    "a guard outside of the loop over job.batches is entered without the question "
-                    "whether it is completed: after each recovery the scripts of all ranks begin "
-                    "anew and run it again. To run it once, write `guard = job.guard()`, then "
-                    "`while not guard.completed: with guard: ...`"
-                )
-        place.enter_guard(is_unconditional=is_unconditional)
-
-    def _recover_in_guard(self, error: BaseException) -> bool:
-        """Recover from a failure in a guard; False if the error is the loop's own."""
-        if not (isinstance(error, Exception) and self._is_from_generation_end(error)):
-            return False
-        self._recover(error)
-        return True
-
     def _finish(self) -> None:
         """Wait until the last step is committed, and stored if `checkpoint` is given."""
         final = self._state.position
@@ -600,16 +411,16 @@ class Job:
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
             self._commit_and_store_final(final)
-        self._report_progress()
+        self._steps.report_progress()
 
     def _commit_and_store_final(self, final: Position) -> None:
         generation = self.world.generation
         if final.step > 0:
             error: Exception | None
             try:
-                error = self._compare_replicas(precedes_snapshot=True)
+                error = self._steps.compare_replicas(precedes_snapshot=True)
             except RuntimeError as broken:
-                if not self._is_from_generation_end(broken):
+                if not self._steps.is_from_generation_end(broken):
                     raise
                 error = broken
             if error is not None:

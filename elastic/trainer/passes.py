@@ -8,13 +8,29 @@ or has returned to an older state, makes the same ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.trainer.script_place import ScriptPlace
-from keepstep.elastic.trainer.stop_request import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """A wish to end a pass over the data.
+
+    Attributes:
+        step: number of steps that were completed when it was made.
+        pass_number: the pass, counted from 1.
+    """
+
+    step: int
+    pass_number: int
+
+    def holds(self, step: int, pass_number: int) -> bool:
+        """Whether it holds at a state: not in one from before it, which the job has returned to."""
+        return step >= self.step and pass_number == self.pass_number
 
 
 class Passes:

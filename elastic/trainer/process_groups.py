@@ -28,8 +28,7 @@ from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.back_ends import known_back_end, list_ranks
 from keepstep.elastic.trainer.devices import DeviceType, bind
 from keepstep.elastic.trainer.mesh_rule import data_share, resolved
-from keepstep.elastic.trainer.retired_groups import RetiredGroups
-from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
+from keepstep.elastic.trainer.tear_down import GroupAbort, RetiredGroups, check_device
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.exception_hook import RankPrefix
 from keepstep.elastic.worker.messages import Assignment

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.bad_steps import RejectedStep
-
-if TYPE_CHECKING:
-    from keepstep.elastic.trainer.job import Job
-
-
-class StepUndone(Exception):
-    """Leaves a step that this rank has rejected; `Step` catches it."""
-
-    def __init__(self, rejected: RejectedStep) -> None:
-        super().__init__(str(rejected))
+from keepstep.elastic.trainer.step_control import StepControl
 
 
 class Step:
@@ -31,10 +21,10 @@ class Step:
     restored position next. Other exceptions pass.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, control: StepControl) -> None:
+        self._control = control
         self._is_open = False
-        self._number = job.steps + 1
+        self._number = control.completed + 1
         self.completed = False
 
     @property
@@ -43,7 +33,7 @@ class Step:
 
         It is 1.0 unless the ranks' shares of the batch are uneven.
         """
-        return self._job._loss_scale
+        return self._control.loss_scale
 
     @property
     def number(self) -> int:
@@ -66,7 +56,7 @@ class Step:
             StepRejected: more steps are rejected than the job survives.
         """
         self._check_open()
-        self._job._judge_step({name: _number(name, value) for name, value in values.items()})
+        self._control.judge({name: _number(name, value) for name, value in values.items()})
 
     def reject(self, reason: str) -> NoReturn:
         """Reject the step for a reason of the loop's own; see `report`.
@@ -76,7 +66,7 @@ class Step:
             StepRejected: more steps are rejected than the job survives.
         """
         self._check_open()
-        self._job._reject_step(reason)
+        self._control.reject(reason)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -91,15 +81,15 @@ class Step:
         Args:
             count: the items of this rank's share of the batch; in all ranks together at least one.
         """
-        world = self._job.world
+        world = self._control.world
         total = torch.tensor([count], dtype=torch.int64, device=world.device)
         dist.all_reduce(total)
         # Ranks that compute the same share count the same items.
         return world.world_size / int(total.item())
 
     def __enter__(self) -> Self:
-        self._job._begin_step()
-        self._number = self._job.steps + 1
+        self._control.begin()
+        self._number = self._control.completed + 1
         self._is_open = True
         return self
 
@@ -110,9 +100,9 @@ class Step:
         trace: TracebackType | None,
     ) -> bool:
         self._is_open = False
-        generation = self._job.world.generation
-        handled = self._job._end_step(error)
-        self.completed = error is None and self._job.world.generation == generation
+        generation = self._control.world.generation
+        handled = self._control.end(error)
+        self.completed = error is None and self._control.world.generation == generation
         return handled and error is not None
 
 

@@ -1,4 +1,4 @@
-"""Aborts process groups whose collectives run on a device, and checks that the device survived it.
+"""Aborts process groups whose collectives run on a device, checks the device, and frees groups.
 
 Aborting a communicator of NCCL may wait for the device, and so for the kernels of other
 communicators: aborted one after the other, they could wait for each other for ever. So all are
@@ -11,13 +11,18 @@ them may be what waits for a lost peer.
 
 An abort also waits for CUDA graphs that hold a collective of the communicator, so the thread that
 holds these must drop them meanwhile: it starts a `GroupAbort`, drops them, and waits.
+
+A thread of gloo that begins to send in the moment in which its connection ends is not woken before
+the group's own limit (PyTorch 2.13), and a group's destructor waits for its threads. Whoever drops
+the last reference to such a group is held as long: `RetiredGroups` lets nothing wait for it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +35,10 @@ ABORT_LIMIT_S = 10.0
 _CHECK_LIMIT_S = 10.0
 _CALLS_LIMIT_S = 1.0
 _POLL_S = 0.001
+# A group that no thread of gloo holds is freed at once.
+_FREED_WITHIN_S = 1.0
+# The local name, and the argument of `getrefcount`.
+_OWN_REFERENCES = 2
 
 
 class GroupAbort:
@@ -121,3 +130,30 @@ def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
         )
     if errors:
         raise ProcessUnusable(f"{device} has failed: {errors[0]}", is_fault=True)
+
+
+class RetiredGroups:
+    """Holds groups that were left until nothing else refers to them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._groups: list[dist.ProcessGroup] = []
+
+    def retire(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Hold groups, so that no other thread drops the last reference to them."""
+        self._groups += groups
+
+    def free(self) -> None:
+        """Free what nothing else refers to any more; what cannot end is left to a daemon thread."""
+        unused: list[dist.ProcessGroup] = []
+        held: list[dist.ProcessGroup] = []
+        while self._groups:
+            group = self._groups.pop()
+            (unused if sys.getrefcount(group) <= _OWN_REFERENCES else held).append(group)
+            del group
+        self._groups = held
+        if not unused:
+            return
+        # The list is the thread's alone once this returns.
+        freeing = threading.Thread(target=unused.clear, name="keepstep-frees-groups", daemon=True)
+        freeing.start()
+        freeing.join(_FREED_WITHIN_S)

@@ -83,8 +83,9 @@ class Process:
             compare_replicas_every=None,
             on_divergence="report",
         )
-        self.job._state = cast(Any, _State(self))
-        self.job._replicas = cast(Any, SimpleNamespace(run_if_due=lambda *_, **__: None))
+        job = self.job
+        job._state = job._steps._state = job._guards._state = cast(Any, _State(self))
+        job._steps._replicas = cast(Any, SimpleNamespace(run_if_due=lambda *_, **__: None))
 
     def run(self) -> None:
         """Let it run until it waits or ends."""

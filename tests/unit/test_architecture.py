@@ -220,7 +220,6 @@ PURE = (
     "elastic.trainer.script_place",
     "elastic.trainer.snapshot_agreement",
     "elastic.trainer.snapshot_interval",
-    "elastic.trainer.stop_request",
     "monitor.diagnosis",
     "monitor.records",
     "monitor.verdicts",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.errors import StepRejected, UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge, spike_in
-from keepstep.elastic.trainer.stop_request import StopRequest
+from keepstep.elastic.trainer.passes import StopRequest
 
 
 def rejected_by(judge: StepJudge, step: int, *, rank: int = 0, generation: int = 1) -> RejectedStep:

@@ -659,7 +659,7 @@ def test_reports_need_a_policy_and_a_step(running: Running) -> None:
     with running.job as job:
         with pytest.raises(UsageError, match=r"inside `with job\.step"):
             job.step().report(loss=1.0)
-        job._judge = None
+        job._steps._judge = None
         for _ in batches(job):
             with pytest.raises(UsageError, match="on_bad_step="), job.step() as step:
                 step.report(loss=1.0)

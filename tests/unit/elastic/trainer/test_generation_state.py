@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from keepstep.elastic.trainer.failed_frames import forget_locals
+from keepstep.elastic.trainer.generation_state import forget_locals
 
 
 class State:
