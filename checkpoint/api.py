@@ -25,7 +25,6 @@ from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import missing
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
-from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.state_mapping import (
     StateMapping,
@@ -39,8 +38,6 @@ from keepstep.checkpoint.ranks.agreement import (
 from keepstep.checkpoint.ranks.collective_plan import (
     agree_on_save,
     boxes_reader,
-    merge_reports,
-    report_parts,
 )
 from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
 from keepstep.checkpoint.ranks.fill_state import (
@@ -52,7 +49,9 @@ from keepstep.checkpoint.ranks.fill_state import (
 )
 from keepstep.checkpoint.ranks.shared_metadata import find_together, open_together
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
+from keepstep.checkpoint.saving.commit import commit_together
 from keepstep.checkpoint.saving.handle import SaveHandle
+from keepstep.checkpoint.saving.parts import DirectPart
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
 from keepstep.checkpoint.saving.saver import Saver, told_failure
 
@@ -161,32 +160,19 @@ def save(
         prepare, failure, PROCESS_SAVER.plans, group, compression, step=step, generation=generation
     )
     ((storage, stored),) = opened
-    told_failure(agreed.failures)
-    if saver is not None:
+    if told_failure(agreed.failures) is not None and saver is not None:
         saver.forget_failure()
-    attempt = Attempt(stored, agreed.attempt)
-    plan = agreed.plan
-    read_box = boxes_reader(agreed, group)
-    reports = report_parts(
-        lambda content: write_part(
-            storage,
-            attempt,
-            plan.own.plan,
-            [0],
-            read_box,
-            name=group.rank,
-            content=content,
-            last=PROCESS_SAVER.last_part,
-        ),
+    part = DirectPart(
+        storage,
+        Attempt(stored, agreed.attempt),
+        group.rank,
+        agreed.plan.own,
+        agreed.plan.tensors,
+        boxes_reader(agreed, group),
         agreed.documents,
-        group,
+        PROCESS_SAVER.last_part,
     )
-
-    def publish_parts() -> None:
-        parts, documents = merge_reports(reports)
-        publish(storage, attempt, parts, plan.tensors.tensors, plan.tensors.writers, documents)
-
-    group.run_on_all_ranks(lambda: publish_parts() if group.rank == 0 else None)
+    commit_together(part, group)
     return None
 
 

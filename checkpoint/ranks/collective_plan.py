@@ -12,25 +12,22 @@ from __future__ import annotations
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.layout.boxes import Box, Json
-from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.format.layout.documents import (
     PROVENANCE,
     document_digests,
     last_holders,
-    merged_documents,
 )
 from keepstep.checkpoint.format.stored.chunking import (
     Compression,
     check_compression,
     check_storable,
 )
-from keepstep.checkpoint.format.stored.manifest import StoredObject
 from keepstep.checkpoint.format.stored.piece_rounds import (
     Pieces,
     Round,
@@ -48,7 +45,7 @@ from keepstep.checkpoint.format.stored.shared_plan import (
     planner_count,
     planner_rank,
 )
-from keepstep.checkpoint.format.stored.writer import ContentSum, ReadBox
+from keepstep.checkpoint.format.stored.writer import ReadBox
 from keepstep.checkpoint.live.fills import Bytes
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, bytes_of
@@ -238,34 +235,6 @@ def boxes_reader(agreed: AgreedSave, group: ControlGroup) -> ReadBox:
         return collected[key, box] if (key, box) in collected else _box_of(held[key], box)
 
     return read_box
-
-
-def report_parts(
-    write: Callable[[ContentSum], StoredObject], documents: Mapping[str, Json], group: ControlGroup
-) -> Sequence[memoryview]:
-    """Write all ranks' parts; return the reports of them on rank 0, in order of ranks.
-
-    Args:
-        write: writes this rank's part, and adds up what it has. If it fails on one rank, all raise.
-        documents: `AgreedSave.documents`.
-        group: the ranks.
-    """
-
-    def report() -> dict[int, Json]:
-        content = ContentSum()
-        return {0: [write(content).to_json(), documents, content.total]}
-
-    reports = _exchange_json(report, group)
-    return [reports[holder] for holder in sorted(reports)]
-
-
-def merge_reports(reports: Iterable[memoryview]) -> tuple[list[StoredObject], dict[str, Json]]:
-    """Return the entries of all parts, and all ranks' documents merged, with the digest."""
-    decoded = [_decode(report) for report in reports]
-    parts = [StoredObject.from_json(part) for part, *_ in decoded]
-    merged = merged_documents(documents for _, documents, _ in decoded)
-    total = sum_of(content for *_, content in decoded)
-    return parts, {**merged, DIGEST: digest_document(total)}
 
 
 def _plan(

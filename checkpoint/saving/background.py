@@ -9,23 +9,19 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch.distributed.distributed_c10d import Store
-
-from keepstep.checkpoint.errors import CheckpointError, RankFailed
-from keepstep.checkpoint.saving.commit_round import CommitRound
-from keepstep.checkpoint.saving.messages import PartReport, WritePart, encode_publication
-from keepstep.checkpoint.saving.store_calls import StoreCalls
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.ranks.control_group import ControlGroup
+from keepstep.checkpoint.saving.commit import commit_together
+from keepstep.checkpoint.saving.messages import Publish, Published, WritePart, Written
+from keepstep.checkpoint.saving.parts import encode_report, encode_reports
 from keepstep.checkpoint.saving.writer_process import WriterProcess
 
 log = logging.getLogger("keepstep")
-
-QUIET_PARTS = 6
-"""A copy goes on for this part of the patience of others before this rank says anything, or before
-the save is submitted."""
 
 _END_S = 10.0
 """How long a save that was given up may take to end, in seconds."""
@@ -56,10 +52,7 @@ class SaveTask:
         copied: is set when the copy has ended; until then signs of life are given.
         plan: the encoded `PartPlan`; the same object while it has not changed.
         documents: the rank's documents, as JSON.
-        sends_documents: there are any, and the rank is not rank 0.
-        rank: this rank.
-        world_size: the number of ranks.
-        store: the job's; None if there is one rank.
+        group: the ranks, in a group of which only this thread sends messages.
         outcome: gets the save's error, or None when it is committed.
     """
 
@@ -67,10 +60,7 @@ class SaveTask:
     copied: Future[Copied]
     plan: bytes
     documents: bytes
-    sends_documents: bool
-    rank: int
-    world_size: int
-    store: Store | None
+    group: ControlGroup
     outcome: Future[CheckpointError | None]
 
 
@@ -78,16 +68,14 @@ class BackgroundSaver:
     """Owns the thread and the process; `start` starts both, `close` ends both.
 
     Args:
-        peer_timeout_s: how long to wait for a rank, or a store, that gives no sign of life.
+        peer_timeout_s: how long to wait for a rank that gives no sign of life.
     """
 
     def __init__(self, peer_timeout_s: float) -> None:
         self._peer_timeout_s = peer_timeout_s
         self._tasks: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
         self._is_idle = threading.Event()
-        self._has_next = threading.Event()
         self._given_up = threading.Event()
-        self._calls = StoreCalls(peer_timeout_s, self._given_up)
         self._current: SaveTask | None = None
         self._has_started = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,7 +83,6 @@ class BackgroundSaver:
         # What the process has, to be sent again only when it changes.
         self._sent_buffer: BufferFile | None = None
         self._sent_plan: bytes | None = None
-        self._last_round: CommitRound | None = None
         self._is_idle.set()
 
     @property
@@ -116,13 +103,7 @@ class BackgroundSaver:
     def submit(self, task: SaveTask) -> None:
         """Carry out a save; the one before is over."""
         assert self._is_idle.is_set(), "one save is in progress at most"
-        if task.store is not None and not self._calls.is_running:
-            # A store that did not answer may have been another process group's.
-            self._calls.close()
-            self._calls = StoreCalls(self._peer_timeout_s, self._given_up)
-            self._calls.start()
         self._is_idle.clear()
-        self._has_next.set()
         self._current = task
         self._tasks.put(task)
 
@@ -153,7 +134,6 @@ class BackgroundSaver:
             log.warning("a save that was given up does not end; it is left to the process's end")
             if (task := self._current) is not None:
                 _settle(task.outcome, CheckpointError("the save was given up, and does not end"))
-        self._calls.close()
         self._thread = None
 
     def _run(self) -> None:
@@ -163,9 +143,7 @@ class BackgroundSaver:
             finally:
                 self._has_started.set()
             while (task := self._tasks.get()) is not None:
-                self._has_next.clear()
                 self._perform(task)
-                # It has the process group's store, which the group's end is to free.
                 if self._current is task:
                     self._current = None
                 del task
@@ -183,89 +161,92 @@ class BackgroundSaver:
 
     def _perform(self, task: SaveTask) -> None:
         """Write and commit; set the outcome."""
-        commit_round: CommitRound | None = None
         try:
-            # The copy's thread has the GIL and a core to itself: others miss no sign of life yet.
-            wait([task.copied], self._peer_timeout_s / QUIET_PARTS)
-            if self._last_round is not None:
-                self._last_round.forget()
-            commit_round = self._last_round = CommitRound(
-                task.store,
-                task.rank,
-                task.world_size,
-                task.part.attempt,
-                self._peer_timeout_s,
-                self._calls,
-            )
-            commit_round.tick()
-            self._write_and_commit(task, commit_round)
+            commit_together(_ProcessPart(task, self), task.group, self._peer_timeout_s)
             _settle(task.outcome, None)
         except CheckpointError as error:
             _settle(task.outcome, error)
         except Exception as error:  # noqa: BLE001 - the thread's edge: somebody may wait
             _settle(task.outcome, CheckpointError(f"the save failed: {error!r}"))
         finally:
-            if commit_round is not None and task.rank != 0:
-                commit_round.leave()
+            if self._process is not None and self._process.is_busy:
+                # Another rank has failed meanwhile: nobody waits for this one's part.
+                self._process.kill()
+                self._process.close()
             self._is_idle.set()
-            if commit_round is not None and task.rank == 0:
-                # The next save does not wait for it.
-                commit_round.await_others(self._has_next.is_set)
 
-    def _write_and_commit(self, task: SaveTask, commit_round: CommitRound) -> None:
-        if task.rank != 0:
-            try:
-                report = self._write(task, commit_round)
-            except CheckpointError as error:
-                # What this rank's part failed of says more than that the store is gone, too.
-                with suppress(RankFailed):
-                    commit_round.report_failure(str(error))
-                raise
-            commit_round.report(report)
-            commit_round.outcome()
-            return
-        failure: CheckpointError | None = None
-        try:
-            commit_round.report(self._write(task, commit_round))
-            publication = encode_publication(task.documents, commit_round.collect())
-            assert self._process is not None, "it wrote the part"
-            self._process.publish(publication, commit_round.tick, commit_round.tick_s)
-        except CheckpointError as error:
-            failure = error
-        commit_round.conclude(failure)
-        if failure is not None:
-            raise failure
+    def check_not_given_up(self) -> None:
+        """Raise CheckpointError if the owner does not wait for the save any longer."""
+        if self._given_up.is_set():
+            raise CheckpointError("the save was given up on this rank, which does not wait longer")
 
-    def _write(self, task: SaveTask, commit_round: CommitRound) -> bytes:
-        """Have this rank's part written, once it is copied; return the report of it."""
-        while not wait([task.copied], commit_round.tick_s).done:
-            commit_round.tick()
-        copied = task.copied.result()
-        if copied.error is not None:
-            raise copied.error
-        process = self._running_process()
-        if copied.buffer is not None and copied.buffer is not self._sent_buffer:
-            process.use_buffer(copied.buffer.descriptor, copied.buffer.nbytes)
-            self._sent_buffer = copied.buffer
+    def process_for(self, task: SaveTask, buffer: BufferFile | None) -> WriterProcess:
+        """Return the process, which has the buffer and the plan of a save.
+
+        Raises:
+            CheckpointError: it does not start, or has ended.
+        """
+        if self._process is None or not self._process.is_running:
+            error = self._start_process()
+            if error is not None:
+                raise error
+        process = self._process
+        assert process is not None, "it was started"
+        if buffer is not None and buffer is not self._sent_buffer:
+            process.use_buffer(buffer.descriptor, buffer.nbytes)
+            self._sent_buffer = buffer
         if task.plan is not self._sent_plan:
             process.use_plan(task.plan)
             self._sent_plan = task.plan
-        written = process.write(task.part, commit_round.tick, commit_round.tick_s)
-        report = PartReport(
+        return process
+
+
+class _ProcessPart:
+    """Has the process write this rank's part, once it is copied; a `PartWriter`."""
+
+    def __init__(self, task: SaveTask, background: BackgroundSaver) -> None:
+        self._task = task
+        self._background = background
+        self._process: WriterProcess | None = None
+        self._report = b""
+        self._is_publishing = False
+
+    def write(self, limit_s: float | None) -> bool:
+        """Wait for the copy, and then for the part."""
+        self._background.check_not_given_up()
+        task = self._task
+        if self._process is None:
+            if not wait([task.copied], limit_s).done:
+                return False
+            copied = task.copied.result()
+            if copied.error is not None:
+                raise copied.error
+            self._process = self._background.process_for(task, copied.buffer)
+            self._process.begin(task.part)
+        written = self._process.reply(Written, limit_s)
+        if written is None:
+            return False
+        self._report = encode_report(
+            task.documents,
             name=written.name,
             nbytes=written.nbytes,
             crc32c=written.crc32c,
             content=written.content,
         )
-        return report.encode(task.documents if task.sends_documents else b"null")
+        return True
 
-    def _running_process(self) -> WriterProcess:
-        if self._process is None or not self._process.is_running:
-            error = self._start_process()
-            if error is not None:
-                raise error
-        assert self._process is not None, "it was started"
-        return self._process
+    def report(self) -> bytes:
+        """Return the report of the part."""
+        return self._report
+
+    def publish(self, reports: Sequence[memoryview], limit_s: float | None) -> bool:
+        """Have the process publish the checkpoint, and wait for that."""
+        self._background.check_not_given_up()
+        assert self._process is not None, "it wrote the part"
+        if not self._is_publishing:
+            self._is_publishing = True
+            self._process.begin(Publish(), encode_reports(reports))
+        return self._process.reply(Published, limit_s) is not None
 
 
 def _settle(outcome: Future[CheckpointError | None], error: CheckpointError | None) -> None:

@@ -6,14 +6,12 @@ The rank asks, one request at a time. `UseBuffer` and `UsePlan` have no reply; `
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
-from keepstep.checkpoint.format.layout.boxes import Entry, Json
+from keepstep.checkpoint.format.layout.boxes import Entry
 from keepstep.checkpoint.format.stored.shared_plan import TensorPlan, WriterPlan
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
@@ -44,55 +42,6 @@ class PartPlan:
         return msgspec.json.decode(data, type=cls)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartReport:
-    """A rank's report to rank 0 about its part, once that is written.
-
-    Attributes:
-        name: of the part's listing.
-        nbytes: size of the listing.
-        crc32c: checksum of the listing.
-        content: sum of the hashes of the part's chunks; see `keepstep.checkpoint.format.layout`.
-        documents: the rank's documents, without those that another rank sends; None for none.
-    """
-
-    name: str
-    nbytes: int
-    crc32c: int
-    content: int
-    documents: Mapping[str, Json] | None = None
-
-    def encode(self, documents: bytes) -> bytes:
-        """Return the report as JSON, with documents that are JSON already."""
-        numbers = {name: getattr(self, name) for name in ("name", "nbytes", "crc32c", "content")}
-        return json.dumps(numbers).encode()[:-1] + b',"documents":' + documents + b"}"
-
-
-def encode_publication(documents: bytes, reports: Sequence[bytes]) -> bytes:
-    """Return the payload of `Publish`; nothing is decoded, for the caller is a training process.
-
-    Args:
-        documents: rank 0's documents, as JSON.
-        reports: all ranks' encoded reports, in the order of ranks.
-    """
-    return b'{"documents":' + documents + b',"reports":[' + b",".join(reports) + b"]}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """The payload of `Publish`: rank 0's documents, and all ranks' reports in order of ranks."""
-
-    documents: Mapping[str, Json]
-    reports: tuple[PartReport, ...]
-
-    @classmethod
-    def decode(cls, data: bytes | bytearray) -> Publication:
-        """Return what `encode_publication` encoded."""
-        content = json.loads(data)
-        reports = tuple(PartReport(**report) for report in content["reports"])
-        return cls(documents=content["documents"], reports=reports)
-
-
 class UseBuffer(Message, frozen=True, kw_only=True):
     """Read from this buffer from now on; its descriptor rides on the message."""
 
@@ -117,7 +66,7 @@ class WritePart(Message, frozen=True, kw_only=True):
 
 
 class Publish(Message, frozen=True, kw_only=True):
-    """Commit the attempt whose part was written last; the payload is a `Publication`."""
+    """Commit the attempt whose part was written last; the payload is all `PartReport`s."""
 
 
 class Written(Message, frozen=True, kw_only=True):

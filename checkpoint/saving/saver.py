@@ -2,12 +2,13 @@
 
 `Saver.save` returns once this rank's tensors are copied into shared memory, which is kept for the
 next save. One save is in progress at most: the next one waits for it. A save that fails is never
-fatal: its handle has the error, and the next save tells it on all ranks alike. (How the ranks
-commit together, and why without collectives: `keepstep.checkpoint.saving.commit_round`.)
+fatal: its handle has the error, and the next save tells it on all ranks alike. How the ranks commit
+together is in `keepstep.checkpoint.saving.commit`. The thread that commits has a group of gloo of
+its own: its messages and training's would meet in different orders on different ranks.
 
 While no rank's layout changes, the plan of the last save is followed again, and ranks exchange one
-message, in which small pieces have room. Each copies meanwhile what it would write by that plan: if
-the plan turns out to be out of date, the copy was in vain.
+message, and the pieces of chunks if there are any. Each copies meanwhile what it would write by
+that plan: if the plan turns out to be out of date, the copy was in vain.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.distributed import ProcessGroup
 
-from keepstep import torch_internals
 from keepstep.available_memory import available_nbytes
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.format.layout.boxes import Box, Json
@@ -41,16 +42,15 @@ from keepstep.checkpoint.ranks.collective_plan import (
     SharedPlan,
     agree_on_save,
 )
-from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup, separate_group
 from keepstep.checkpoint.ranks.piece_exchange import exchange_pieces
 from keepstep.checkpoint.saving.background import (
-    QUIET_PARTS,
     BackgroundSaver,
     BufferFile,
     Copied,
     SaveTask,
 )
-from keepstep.checkpoint.saving.commit_round import as_told_by
+from keepstep.checkpoint.saving.commit import TICKS
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
@@ -89,8 +89,7 @@ class Saver:
     Args:
         process_group: the ranks that save together; None for the default group, or for one process
             without any.
-        peer_timeout_s: a save fails if a rank gives no sign of life for so long, or the store of
-            the process group no answer.
+        peer_timeout_s: a save fails if a rank gives no sign of life for so long.
         close_timeout_s: how long `close` waits for the save in progress.
     """
 
@@ -103,7 +102,7 @@ class Saver:
     ) -> None:
         self.process_group = process_group
         self._close_timeout_s = close_timeout_s
-        self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / QUIET_PARTS)
+        self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / TICKS)
         self._background = BackgroundSaver(peer_timeout_s)
         self._buffer = SharedBuffer()
         self._buffer_file: BufferFile | None = None
@@ -111,6 +110,8 @@ class Saver:
         self._plan: SavePlan | None = None
         self._last: SaveHandle | None = None
         self._last_rank = 0
+        self._separate: ControlGroup | None = None
+        self._separate_from = _reference(None)
         self._is_closed = False
 
     @property
@@ -189,10 +190,7 @@ class Saver:
             copied=copied,
             plan=plan.encoded,
             documents=documents,
-            sends_documents=group.rank != 0 and bool(agreed.documents),
-            rank=group.rank,
-            world_size=group.size,
-            store=torch_internals.default_store() if group.size > 1 else None,
+            group=self._commit_group(group, agreed.attempt, has_failed=previous_error is not None),
             outcome=outcome,
         )
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
@@ -212,6 +210,20 @@ class Saver:
                 self._background.submit(task)
         return self._last
 
+    def _commit_group(self, group: ControlGroup, attempt: str, *, has_failed: bool) -> ControlGroup:
+        """Return the group that the thread sends messages in, of the same ranks.
+
+        Args:
+            group: the ranks.
+            attempt: names a new group.
+            has_failed: the last save has failed on a rank, which may have broken the old one.
+        """
+        if self._separate is None or has_failed or self._separate_from() is not group.collectives:
+            self._separate = None
+            self._separate = separate_group(group, f"keepstep/save/{attempt}")
+            self._separate_from = _reference(group.collectives)
+        return self._separate
+
     def finish(self) -> Json:
         """Wait for the save in progress; return why the last one failed, to be told to all ranks.
 
@@ -221,11 +233,13 @@ class Saver:
         last = self._last
         if last is None or last.error is None:
             return None
-        return f"step {last.step} was not stored: {as_told_by(self._last_rank, last.error)}"
+        reason = last.error
+        told = reason if isinstance(reason, RankFailed) else f"rank {self._last_rank}: {reason}"
+        return f"step {last.step} was not stored: {told}"
 
     def forget_failure(self) -> None:
-        """Note that all ranks have been told the last save's failure."""
-        self._last = None
+        """Note that all ranks have been told that the last save has failed on one of them."""
+        self._last = self._separate = None
 
     def close(self) -> None:
         """Finish the save in progress, for `close_timeout_s` at most, and free everything.
@@ -235,6 +249,7 @@ class Saver:
         if not self._is_closed:
             self._is_closed = True
             self._background.close(self._close_timeout_s)
+            self._separate = None
             self._buffer.close()
             if self._last is not None and self._last.error is not None:
                 log.error("step %d was not stored: %s", self._last.step, self._last.error)
@@ -335,3 +350,8 @@ def _device_of(tensors: Sequence[LiveTensor]) -> torch.device:
     """Return the GPU that tensors are on; the CPU if none is on any."""
     devices = (tensor.data.device for tensor in tensors)
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
+def _reference(collectives: Any) -> Callable[[], Any]:
+    """Return what returns a group as long as others hold it, which frees its connections."""
+    return (lambda: None) if collectives is None else weakref.ref(collectives)

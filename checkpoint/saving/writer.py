@@ -17,23 +17,15 @@ from collections.abc import Callable, Sequence
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
-from keepstep.checkpoint.format.layout.content_digest import (
-    DIGEST,
-    digest_document,
-    sum_of,
-)
-from keepstep.checkpoint.format.layout.documents import merged_documents
 from keepstep.checkpoint.format.stored.last_part import LastPart
-from keepstep.checkpoint.format.stored.manifest import StoredObject
 from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.transfer_memory import TransferPool
-from keepstep.checkpoint.format.stored.writer import ContentSum, publish, write_part
+from keepstep.checkpoint.format.stored.writer import ContentSum, write_part
 from keepstep.checkpoint.saving.messages import (
     WRITER_PROTOCOL,
     Failed,
     PartPlan,
-    Publication,
     Publish,
     Published,
     UseBuffer,
@@ -43,6 +35,7 @@ from keepstep.checkpoint.saving.messages import (
     WriterRequest,
     Written,
 )
+from keepstep.checkpoint.saving.parts import decode_reports, publish_parts
 from keepstep.checkpoint.snapshot.arena import Arena, Bytes, box_bytes
 from keepstep.log_format import log_to_stderr
 from keepstep.notices import leave_notices
@@ -126,20 +119,9 @@ class Writer:
     def _publish(self) -> WriterReply:
         assert self._plan is not None, "a plan is sent before"
         assert self._task is not None, "a part is written before"
-        publication = Publication.decode(self._payload)
-        reports = publication.reports
-        documents = merged_documents(
-            [publication.documents, *(report.documents or {} for report in reports)]
-        )
-        total = sum_of(report.content for report in reports)
-        publish(
-            open_storage(self._task.url),
-            _attempt_of(self._task),
-            [StoredObject(report.name, report.nbytes, report.crc32c) for report in reports],
-            self._plan.tensors.tensors,
-            self._plan.tensors.writers,
-            {**documents, DIGEST: digest_document(total)},
-        )
+        reports = decode_reports(self._payload)
+        storage = open_storage(self._task.url)
+        publish_parts(storage, _attempt_of(self._task), self._plan.tensors, reports)
         return Published()
 
 

@@ -6,7 +6,7 @@ import os
 import select
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import (
@@ -21,13 +21,11 @@ from keepstep.checkpoint.saving.messages import (
     WRITER_PROTOCOL,
     Failed,
     Publish,
-    Published,
     UseBuffer,
     UsePlan,
     WritePart,
     WriterReply,
     WriterRequest,
-    Written,
 )
 from keepstep.notices import notices_blocked
 from keepstep.processes import module_command
@@ -61,6 +59,8 @@ class WriterProcess:
         self._end = end
         self._connection = connection
         self.is_running = True
+        self.is_busy = False
+        """Whether something was begun that has no reply yet."""
 
     @classmethod
     def start(cls) -> WriterProcess:
@@ -103,24 +103,39 @@ class WriterProcess:
         """Have it follow this encoded `WriterPlan`. Raises CheckpointError if it has ended."""
         self._send(UsePlan(), plan)
 
-    def write(self, task: WritePart, tick: Callable[[], None], tick_s: float) -> Written:
-        """Write this rank's part.
-
-        Args:
-            task: what to write.
-            tick: called about every `tick_s` seconds while this waits.
-            tick_s: how often.
+    def begin(self, request: WritePart | Publish, payload: bytes = b"") -> None:
+        """Begin to write this rank's part, or to commit the attempt.
 
         Raises:
-            CheckpointError: it could not be written, or the process has ended.
+            CheckpointError: the process has ended.
         """
-        self._send(task)
-        return self._receive(Written, tick, tick_s)
+        self._send(request, payload)
+        self.is_busy = True
 
-    def publish(self, publication: bytes, tick: Callable[[], None], tick_s: float) -> None:
-        """Commit the attempt. Arguments and errors as for `write`."""
-        self._send(Publish(), publication)
-        self._receive(Published, tick, tick_s)
+    def reply(self, expected: type[_ReplyT], limit_s: float | None) -> _ReplyT | None:
+        """Wait for the end of what was begun, for so long at most; None if it goes on.
+
+        Raises:
+            CheckpointError: it has failed, or the process has ended.
+        """
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        if not poll.poll(None if limit_s is None else limit_s * 1000):
+            return None
+        self.is_busy = False
+        try:
+            reply = self._connection.receive()
+        except TransportError as error:
+            raise self._ended() from error
+        match reply:
+            case None:
+                raise self._ended()
+            case Failed(error=name, reason=reason):
+                raise _ERRORS.get(name, CheckpointError)(reason)
+            case _ if isinstance(reply, expected):
+                return reply
+            case _:
+                raise self._ended()
 
     def kill(self) -> None:
         """End it at once, from any thread: what another thread waits for fails."""
@@ -128,7 +143,7 @@ class WriterProcess:
 
     def close(self) -> None:
         """End it; what it is writing now is given up after some seconds."""
-        self.is_running = False
+        self.is_running = self.is_busy = False
         # Forked processes, such as loaders, have this end too: closing it here would end nothing.
         self._connection.interrupt()
         self._connection.close()
@@ -145,30 +160,6 @@ class WriterProcess:
             self._connection.send(message, [payload] if payload else (), descriptor)
         except TransportError as error:
             raise self._ended() from error
-
-    def _receive(self, expected: type[_ReplyT], tick: Callable[[], None], tick_s: float) -> _ReplyT:
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        while not poll.poll(tick_s * 1000):
-            try:
-                tick()
-            except BaseException:
-                # The reply that still comes would be taken for the next request's.
-                self._ended()
-                raise
-        try:
-            reply = self._connection.receive()
-        except TransportError as error:
-            raise self._ended() from error
-        match reply:
-            case None:
-                raise self._ended()
-            case Failed(error=name, reason=reason):
-                raise _ERRORS.get(name, CheckpointError)(reason)
-            case _ if isinstance(reply, expected):
-                return reply
-            case _:
-                raise self._ended()
 
     def _ended(self) -> CheckpointError:
         """Reap the process, which has ended or is of no use, and return the error to raise."""

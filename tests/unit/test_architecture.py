@@ -92,7 +92,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.saving": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
             " checkpoint.ranks checkpoint.snapshot.arena"
-            " available_memory log_format notices processes torch_internals transport"
+            " available_memory log_format notices processes transport"
         ),
         "checkpoint.api": (
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"

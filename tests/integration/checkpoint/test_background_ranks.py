@@ -207,7 +207,7 @@ def test_a_rank_that_dies_fails_the_save_of_the_others_and_leaves_nothing(
         writers = [running.receive(rank) for rank in range(2)]
         running.processes[dead].kill()
         error, is_left = running.receive(1 - dead)
-        assert f"rank {dead} gave no sign of life for 3 s" in error
+        assert f"rank {dead} has ended, or gave no sign of life for 3 s" in error
         assert not is_left
         for pid in writers:
             if psutil.pid_exists(pid):
@@ -258,21 +258,19 @@ def store_of_another_process() -> Iterator[tuple[int, BaseProcess]]:
 
 
 def save_when_told(rank: int, root: Path, pipe: Any) -> None:
-    """Save; save again when told to, which fails; and end."""
+    """Save; save again when told to."""
     state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
     saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
     saver.save(f"{root}/run", state, step=1).wait(patient(LIMIT_S))
     pipe.send("saved")
     pipe.recv()
     for step in (2, 3):
-        handle = saver.save(f"{root}/run", state, step=step)
-        with pytest.raises(CheckpointError) as caught:
-            handle.wait(patient(LIMIT_S) / 3)
-        pipe.send(str(caught.value))
+        saver.save(f"{root}/run", state, step=step).wait(patient(LIMIT_S))
+    checkpoint.save(f"{root}/run", state, step=4)
     saver.close()
 
 
-def test_a_store_that_falls_silent_fails_the_saves_and_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_store_that_falls_silent_after_the_first_save_fails_none(tmp_path: Path) -> None:
     with (
         store_of_another_process() as (port, server),
         ranks(save_when_told, 2, tmp_path, port) as running,
@@ -283,7 +281,5 @@ def test_a_store_that_falls_silent_fails_the_saves_and_holds_up_nobody(tmp_path:
         os.kill(server.pid, signal.SIGSTOP)
         for pipe in running.pipes:
             pipe.send("save")
-        for rank in (0, 1, 0, 1):
-            assert "the job's store has not answered for 3 s" in running.receive(rank)
         assert [running.receive(rank) for rank in range(2)] == ["end", "end"]
-    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [1]
+    assert [stored.step for stored in list_steps(open_storage(f"{tmp_path}/run"))] == [4, 3, 2, 1]

@@ -7,30 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.saving import writer_process
-from keepstep.checkpoint.saving.messages import WritePart
+from keepstep.checkpoint.saving.messages import WritePart, Written
 from keepstep.checkpoint.saving.writer_process import WriterProcess
 from tests.adaptive_timeouts import patient
 
 
-class GivenUp(Exception):
-    pass
-
-
-def test_process_whose_reply_nobody_waits_for_is_ended(tmp_path: Path) -> None:
-    """Its reply would be taken for that to the next request."""
-
-    def give_up() -> None:
-        raise GivenUp
-
+def test_a_request_goes_on_after_a_limit_and_its_failure_is_raised(tmp_path: Path) -> None:
     process = WriterProcess.start()
     try:
         part = WritePart(
             url=str(tmp_path), directory=str(tmp_path), step=1, generation=0, attempt="a"
         )
-        with pytest.raises(GivenUp):
-            process.write(part, give_up, 0.0)
-        assert not process.is_running
+        process.begin(part)
+        assert process.is_busy
+        assert process.reply(Written, 0.0) is None
+        assert process.is_busy
+        with pytest.raises(CheckpointError, match="a plan is sent before"):
+            process.reply(Written, patient(60.0))
+        assert not process.is_busy
+        assert process.is_running
     finally:
         process.close()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -25,6 +27,20 @@ class Done:
         pass
 
 
+class Received:
+    """A message that comes."""
+
+    def __init__(self, into: torch.Tensor, box: queue.Queue[torch.Tensor]) -> None:
+        self._into = into
+        self._box = box
+
+    def wait(self, timeout: timedelta = timedelta(seconds=PATIENCE_S)) -> None:
+        try:
+            self._into.copy_(self._box.get(timeout=timeout.total_seconds()))
+        except queue.Empty:
+            raise RuntimeError("timed out") from None
+
+
 class ThreadRanks:
     """Takes the place of a process group for threads, each of which is a rank of `group`."""
 
@@ -34,6 +50,11 @@ class ThreadRanks:
         self._own = threading.local()
         self._barrier = threading.Barrier(count, timeout=patient(PATIENCE_S))
         self._sent: list[Any] = [None] * count
+        self._boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            (sender, receiver): queue.Queue()
+            for sender in range(count)
+            for receiver in range(count)
+        }
         self.collectives: list[str] = []
         """The names of all calls of collectives, of all ranks."""
 
@@ -87,6 +108,13 @@ class ThreadRanks:
         assert [len(part) for part in parts] == list(received_counts)
         torch.cat(parts, out=received)
         return Done()
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, _: int) -> Done:
+        self._boxes[self.rank(), peer].put(tensors[0].clone())
+        return Done()
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, _: int) -> Received:
+        return Received(tensors[0], self._boxes[peer, self.rank()])
 
     def _gather(self, message: Any) -> list[Any]:
         self._sent[self.rank()] = message

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+import torch
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.checkpoint.saving import background
 from keepstep.checkpoint.saving.background import BackgroundSaver, Copied, SaveTask
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.writer_process import WriterProcess
-from tests.adaptive_timeouts import patient
 
 LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Save:
-    """A save of rank 1 of two that was submitted; the store is in this process."""
+    """A save of one rank that was submitted."""
 
     background: BackgroundSaver
-    store: HashStore
     copied: Future[Copied] = field(default_factory=Future)
     outcome: Future[CheckpointError | None] = field(default_factory=Future)
 
 
-def submitted(directory: Path, *, rank: int = 1, peer_timeout_s: float = 0.6) -> Save:
-    started = Save(BackgroundSaver(peer_timeout_s), HashStore())
+def submitted(
+    directory: Path, group: ControlGroup | None = None, *, peer_timeout_s: float = 0.6
+) -> Save:
+    started = Save(BackgroundSaver(peer_timeout_s))
     started.background.start()
     started.background.submit(
         SaveTask(
@@ -41,10 +45,7 @@ def submitted(directory: Path, *, rank: int = 1, peer_timeout_s: float = 0.6) ->
             copied=started.copied,
             plan=b"",
             documents=b"{}",
-            sends_documents=False,
-            rank=rank,
-            world_size=2,
-            store=started.store,
+            group=group or ControlGroup(),
             outcome=started.outcome,
         )
     )
@@ -56,36 +57,51 @@ def save(tmp_path: Path) -> Save:
     return submitted(tmp_path)
 
 
-def test_signs_of_life_are_given_while_the_rank_still_copies(save: Save) -> None:
+class Rank1OfTwo:
+    """A group in which the other rank says what this one does; signs of life are noted."""
+
+    def __init__(self) -> None:
+        self.signs: list[int] = []
+
+    def rank(self) -> int:
+        return 1
+
+    def send(self, tensors: Sequence[torch.Tensor], *_: int) -> Self:
+        self.signs.append(int(tensors[0]))
+        return self
+
+    def recv(self, *_: object) -> Self:
+        return self
+
+    def allgather(self, gathered: Sequence[Sequence[Any]], sent: Sequence[Any]) -> Self:
+        for buffer in gathered[0]:
+            buffer.copy_(sent[0])
+        return self
+
+    def wait(self, *_: timedelta) -> None:
+        pass
+
+
+def test_signs_of_life_are_given_while_the_rank_still_copies(tmp_path: Path) -> None:
+    rank = Rank1OfTwo()
+    save = submitted(tmp_path, ControlGroup(rank, range(2)))
     try:
-        while save.store.add("keepstep/save/a/alive/1", 0) < 3:
+        while len(rank.signs) < 3:
             assert not wait([save.outcome], 0.05).done
     finally:
-        save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
-        error = save.outcome.result(patient(LIMIT_S))
-        save.background.close(patient(LIMIT_S))
-    assert str(error) == "the tensors were not copied"
-    assert save.store.get("keepstep/save/a/part/1") == b"!the tensors were not copied"
+        save.background.close(0.0)
+    assert "given up on this rank" in str(save.outcome.result(0))
 
 
 def test_nothing_is_done_beside_a_copy_that_others_are_patient_for(tmp_path: Path) -> None:
-    save = submitted(tmp_path, peer_timeout_s=60.0)
+    rank = Rank1OfTwo()
+    save = submitted(tmp_path, ControlGroup(rank, range(2)), peer_timeout_s=60.0)
     try:
         assert not wait([save.outcome], 0.3).done
-        assert save.store.num_keys() == 0
+        assert rank.signs == []
     finally:
         save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
-        assert save.outcome.result(patient(LIMIT_S)) is not None
-        save.background.close(LIMIT_S)
-
-
-def test_the_next_save_does_not_wait_until_others_have_seen_the_outcome(tmp_path: Path) -> None:
-    save = submitted(tmp_path, rank=0, peer_timeout_s=60.0)
-    save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
-    assert save.background.wait_idle(20.0)
-    assert not save.store.check(["keepstep/save/a/all_seen"])
-    save.store.set("keepstep/save/a/all_seen", "1")
-    save.background.close(LIMIT_S)
+        save.background.close(0.0)
 
 
 def test_a_save_that_takes_too_long_is_given_up_when_its_owner_closes(save: Save) -> None:
@@ -101,7 +117,7 @@ def test_a_save_that_cannot_be_ended_does_not_hold_up_its_owner(
     never = threading.Event()
     monkeypatch.setattr(background, "_END_S", 0.1)
     monkeypatch.setattr(WriterProcess, "use_plan", lambda *_: None)
-    monkeypatch.setattr(WriterProcess, "write", lambda *_: never.wait())
+    monkeypatch.setattr(WriterProcess, "reply", lambda *_: never.wait())
     save.copied.set_result(Copied(None, None))
     save.background.close(0.1)
     try:

@@ -6,12 +6,7 @@ import math
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
 from keepstep.checkpoint.format.stored.shared_plan import entries_by_planner, plan_share
-from keepstep.checkpoint.saving.messages import (
-    PartPlan,
-    PartReport,
-    Publication,
-    encode_publication,
-)
+from keepstep.checkpoint.saving.messages import PartPlan
 
 
 def test_a_plan_is_the_same_after_it_was_sent() -> None:
@@ -31,13 +26,3 @@ def test_a_plan_is_the_same_after_it_was_sent() -> None:
     for rank, own in plans.items():
         plan = PartPlan(rank=rank, own=own, tensors=tensors, entries=entries)
         assert PartPlan.decode(plan.encode()) == plan
-
-
-def test_documents_keep_numbers_that_are_not_finite() -> None:
-    report = PartReport(name="part", nbytes=1, crc32c=2, content=2**64 - 1)
-    reports = [report.encode(b"null"), report.encode(b'{"values":{"loss":NaN}}')]
-    decoded = Publication.decode(encode_publication(b'{"values":{"best":Infinity}}', reports))
-    assert decoded.documents == {"values": {"best": math.inf}}
-    assert decoded.reports[0] == report
-    assert decoded.reports[1].documents is not None
-    assert math.isnan(decoded.reports[1].documents["values"]["loss"])
