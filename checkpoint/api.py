@@ -103,11 +103,11 @@ def save(
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
 
     With `block=False` this returns once the state is copied; a process of its own writes the
-    checkpoint while training goes on, and the handle tells when it is durable. The first such save
+    checkpoint while training goes on, and the handle shows when it is durable. The first such save
     makes that process and the memory of the copy, which are kept. One save is in progress at most:
-    any further one waits for it. A save that failed in the background is told, on all ranks alike,
-    by a warning at the next save and by `previous_error` of its handle. The interpreter's exit
-    finishes a save in progress, for ten minutes at most. See `Saver` to say when these things end.
+    any further one waits for it. If a background save fails, every rank logs a warning at the next
+    save, and that one's handle has the error as `previous_error`. The interpreter's exit finishes a
+    save in progress, for ten minutes at most. See `Saver` to say when these things end.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`: one storage, which all
@@ -197,11 +197,11 @@ def load(
 
     Where there is no checkpoint of keepstep, another tool's is read, in any format that `keepstep
     ckpt convert` reads. Of several the latest is read, as rank 0 sees them; each rank reads what it
-    wants. What it has and keepstep does not carry is listed by a warning of the log.
+    wants. Anything that keepstep cannot import is listed in a warning.
 
     Args:
         url: as for `save`; of another tool's checkpoint, its format may come before it, as in
-            `deepspeed:/path`, if it cannot be told from its files.
+            `deepspeed:/path`, if its files do not show it.
         state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings
             get their JSON values. A module without optimizers can be loaded, for inference. Where
             another tool's checkpoint numbers an optimizer's parameters, they are those of the

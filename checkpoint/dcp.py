@@ -395,8 +395,8 @@ def _left(
 
 def _plan_caching_refused() -> LayoutMismatch:
     return LayoutMismatch(
-        "the save planner caches plans, and this format is planned anew from what all ranks hold; "
-        "pass a planner with enable_plan_caching=False"
+        "the save planner caches plans, and this format is planned again from the tensors of all "
+        "ranks; pass a planner with enable_plan_caching=False"
     )
 
 

@@ -67,8 +67,8 @@ class InvariantViolated(ElasticError):
     def __init__(self, invariant: str, seen: str) -> None:
         super().__init__(
             f"invariant violated: {invariant}; seen: {seen}. Nothing was written. Save the "
-            "coordinator's keys (`keepstep status --json`) and report this; to go on, start the "
-            "job anew from its newest checkpoint"
+            "coordinator's keys (`keepstep status --json`) and report this; to go on, "
+            "restart the job from its newest checkpoint"
         )
         self.invariant = invariant
         self.seen = seen

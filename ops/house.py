@@ -32,7 +32,7 @@ SOURCES = ("keepstep", "elastic", "checkpoint", "monitor")
 LONG_FUNCTION = 60
 MANY_METHODS = 15
 ODD_BEGINNING = re.compile(r"\s*(What|That|Of)\b")
-ODD_WORDS = re.compile(r"\b(told|anew|beside|alike)\b", re.IGNORECASE)
+ODD_WORDS = re.compile(r"(?<![a-z])(told|anew|beside|alike)(?![a-z])", re.IGNORECASE)
 DOCUMENTS = ("README.md", "CHANGELOG.md", "docs/limits.md")
 ENTRIES = {
     "join": "keepstep.elastic.trainer.join",

@@ -1,6 +1,6 @@
 """Starts the ranks of a test, from a process that has loaded PyTorch already.
 
-Loading PyTorch takes two seconds of processor time, for each rank that a test starts anew.
+Loading PyTorch takes two seconds of processor time, for each new rank of a test.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Phase(Enum):
 
 
 class Fate(Enum):
-    """What a rank knows of the last snapshot."""
+    """A rank's knowledge of the last snapshot."""
 
     EXPECTED = auto()
     """It may be committed, or is."""
@@ -52,7 +52,7 @@ class Fate(Enum):
 
 
 class Final(Enum):
-    """What is left to do before the state of a step is sealed at a generation's end."""
+    """The remaining work before the state of a step is sealed at a generation's end."""
 
     NOTHING = auto()
     BEGIN = auto()
@@ -63,7 +63,7 @@ class Final(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
-    """What one rank says; or, reduced, what all ranks say.
+    """One rank's statements; or, reduced, those of all ranks.
 
     Attributes:
         is_wanted: a snapshot is wanted after this step.
@@ -97,7 +97,7 @@ class Votes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What all ranks have agreed on by a step.
+    """The agreement of all ranks by a step.
 
     Attributes:
         takes_snapshot: a snapshot of the state after the step begins.
@@ -113,7 +113,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What a rank knows.
+    """The state of a rank's agreement.
 
     Attributes:
         phase: how far the agreement of the step is.

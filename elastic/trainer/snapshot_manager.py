@@ -53,7 +53,7 @@ log = logging.getLogger("keepstep")
 
 
 class CommitView(Protocol):
-    """What this rank knows of its generation: see `Session`."""
+    """This rank's knowledge of its generation: see `Session`."""
 
     def is_committed(self, step: int) -> bool:
         """Whether a snapshot of `step` or later is known to be committed."""

@@ -105,7 +105,7 @@ def build(world: keepstep.World) -> keepstep.State:
         (log / f"building-{world.rank}").touch()
         while not current().is_closing(world.generation):
             time.sleep(0.005)
-        # What a call of torch.distributed raises in a thread beside the one that aborts.
+        # What a call of torch.distributed raises in another thread than the one that aborts.
         raise ValueError("Default process group has not been initialized")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 1))

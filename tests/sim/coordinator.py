@@ -142,7 +142,7 @@ class Coordinator:
         if now_s < self.away_until_s:
             return
         if self.away_until_s:
-            # As etcd: a new leader counts all leases anew, for nobody could renew them.
+            # As etcd: a new leader restarts the count of all leases, for nobody could renew them.
             self.away_until_s = 0.0
             for lease, (ttl_s, _) in self._store._leases.items():
                 self._store._leases[lease] = (ttl_s, now_s + ttl_s)
@@ -161,7 +161,7 @@ class Coordinator:
         self.away_until_s = until_s
 
     def lose_keys(self) -> None:
-        """Lose all keys and leases, as an etcd that begins anew under the same address."""
+        """Lose all keys and leases, as a new etcd under the same address."""
         self.losses += 1
         self._in_flight.clear()
         for lease in list(self._store._leases):

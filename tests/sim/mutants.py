@@ -593,16 +593,16 @@ def frees_what_it_is_asked_to_store(patch: pytest.MonkeyPatch) -> None:
 def forgets_commits_that_members_know(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank_assignment, "newest_known_commit", lambda *_: None)
     patch.setattr(closing, "newest_known_commit", lambda *_: None)
-    patch.setattr(invariants, "_told", lambda _: set())
+    patch.setattr(invariants, "_announced_commits", lambda _: set())
 
 
-def resumes_from_what_members_were_told_only(patch: pytest.MonkeyPatch) -> None:
+def resumes_only_from_what_members_know(patch: pytest.MonkeyPatch) -> None:
     """A snapshot that all hold was sealed while the coordinator, or the leader, was not reached."""
     right = opening.newest_restorable
 
     def wrong(view: View, generation: Generation) -> SnapshotCommit | None:
-        told = rank_assignment.newest_committed(view, generation)
-        known = {commit.snapshot for commit in (told, view.snapshot) if commit is not None}
+        newest = rank_assignment.newest_committed(view, generation)
+        known = {commit.snapshot for commit in (newest, view.snapshot) if commit is not None}
 
         def without_others(record: NodeRecord) -> NodeRecord:
             return replace(record, sealed=tuple(s for s in record.sealed if s in known))
@@ -702,7 +702,7 @@ MUTANTS: dict[str, Patch] = {
             announces_what_is_only_sealed,
             frees_what_it_is_asked_to_store,
             forgets_commits_that_members_know,
-            resumes_from_what_members_were_told_only,
+            resumes_only_from_what_members_know,
             never_tells_the_coordinator_of_the_last_step,
             names_what_its_server_has_freed,
         )

@@ -220,7 +220,7 @@ class Node:
         self._update(
             phase=self._phase(self.view),
             step=self._step(),
-            committed=self.told,
+            committed=self.known_commit,
             **self._holdings(),
         )
         self._begin_membership()
@@ -241,7 +241,7 @@ class Node:
                 self.record = join_protocol.joining_again(view, self.record)
             held = self.held
             if held is not None and self.held_after_losses < coordinator.losses:
-                # A coordinator that has lost its data counts its revisions anew.
+                # A coordinator that has lost its data restarts its count of revisions.
                 held = replace(held, revision=view.revision + 1)
             if self.join_began_s is None:
                 self.join_began_s = now_s
@@ -527,7 +527,7 @@ class Node:
         self.announcements.note_sent(action)
         self.is_settled = False
         if isinstance(action, actions.Open):
-            self.simulation.check_told(view, action.generation)
+            self.simulation.check_known_commit(view, action.generation)
             self.simulation.check_held(view, action.generation)
         for part in parts:
             try:
@@ -615,7 +615,7 @@ class Node:
             times=self.record.times or times,
         )
         if phase in (NodePhase.DONE, NodePhase.DRAINED):
-            self._update(step=self._step(), committed=self.told, **self._holdings())
+            self._update(step=self._step(), committed=self.known_commit, **self._holdings())
         elif self.rng.random() < 0.1:
             self._update(step=self._step())
         if self.worker_generation and phase is not NodePhase.DRAINED:
@@ -658,7 +658,7 @@ class Node:
         return max(self.drained_generation, record.fenced, done)
 
     @property
-    def told(self) -> SnapshotId | None:
+    def known_commit(self) -> SnapshotId | None:
         """The newest snapshot of the generation that the node knows to be committed."""
         known = self.committed
         is_own = known is not None and known.generation == self.worker_generation
@@ -760,7 +760,7 @@ class Node:
         self.memory.abandon_begun()
         self._verify()
         self.drained_generation = generation
-        self._update(committed=self.told, **self._holdings())
+        self._update(committed=self.known_commit, **self._holdings())
 
     def _verify(self) -> None:
         """Sometimes forget the newest snapshot, whose memory has changed since it was sealed."""
@@ -772,7 +772,7 @@ class Node:
         """Fence the server and wait for the order to abort; sometimes the workers are killed."""
         if self.record.fenced != generation:
             self.memory.fence(generation)
-            self._update(fenced=generation, committed=self.told)
+            self._update(fenced=generation, committed=self.known_commit)
         order = self.view.abort_order
         if order is not None and order.generation == generation:
             self.simulation.aborted.add(generation)

@@ -177,7 +177,7 @@ class Cluster:
         self._processes = {rank: Process(self, rank, script) for rank in range(size)}
 
     def run(self) -> tuple[str, str]:
-        """Run the job to its end; return weights and extra state, which all ranks have alike."""
+        """Run the job to its end; return weights and extra state, equal on all ranks."""
         try:
             while not all(process.result for process in self._processes.values()):
                 self._take_turn()
@@ -243,7 +243,7 @@ class Cluster:
         self.random.choice(ready).run()
 
     def _open_next(self) -> None:
-        # One that has ended well is not there for a rank that begins anew.
+        # One that has ended well is not there for a rank that starts again.
         gone = [p for p in self._processes.values() if p.is_over]
         if not all(p in gone or p.drained for p in self._processes.values()):
             return

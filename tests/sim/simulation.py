@@ -104,7 +104,7 @@ class Simulation:
         self._restored: dict[int, int] = {}
         self._announcements: list[tuple[float, CommitAnnouncement, Node]] = []
         """Those that are on their way, and when each arrives."""
-        self._told_at_order: SnapshotId | None = None
+        self._known_at_order: SnapshotId | None = None
         self._servers_at_order: set[str] = set()
         self.announced_unasked = 0
         """The newest step that counted as committed although an older one was to be stored."""
@@ -485,7 +485,7 @@ class Simulation:
         elif before.generation is None and after.generation in self.opened.values():
             must(self.coordinator.losses > 0, "only what was lost is restored")
         elif before.generation is None and self.opened and after.generation is not None:
-            # Nodes that held the job's state were kept away until others had begun it anew.
+            # Nodes that held the job's state were kept away until others had started it again.
             self._forget_job()
             self.opened[after.generation.generation] = after.generation
             self.history.append(after.generation)
@@ -499,7 +499,7 @@ class Simulation:
             if after.restarts != before.restarts:
                 self._check_restarts(before, after)
             if after.abort_order is not None and before.abort_order is None:
-                self._told_at_order = self._newest_told(before)
+                self._known_at_order = self._newest_known(before)
                 self._servers_at_order = {joined.record.server for joined in before.nodes.values()}
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
@@ -533,7 +533,7 @@ class Simulation:
             )
 
     def _forget_job(self) -> None:
-        """The next job under this name begins anew, with storage of its own."""
+        """The next job under this name starts from the beginning, with storage of its own."""
         self.opened.clear()
         self.aborted.clear()
         self.announced_unasked = 0
@@ -577,42 +577,42 @@ class Simulation:
             must(has_drained or pulled >= node.peers(snapshot), "and protected by all")
             must(not node.memory.garbage.get(snapshot), "and not what an abort left behind")
 
-    def check_told(self, view: View, generation: Generation) -> None:
-        """No generation resumes from before what a member was told is committed, if it need not.
+    def check_known_commit(self, view: View, generation: Generation) -> None:
+        """No generation resumes from before a commit that a member knows, if it need not.
 
         Args:
             view: what the leader saw that decided.
             generation: what it opens.
         """
         old, order = view.generation, view.abort_order
-        told = self._told_at_order if order is not None else self._newest_told(view)
-        if old is None or told is None:
+        known = self._known_at_order if order is not None else self._newest_known(view)
+        if old is None or known is None:
             return
         lost: Counter[int] = Counter()
         for member in old.members:
             joined, node = view.nodes.get(member.node), self.servers.get(member.server)
             is_here = joined is not None and joined.record.server == member.server
-            if node is None or not is_here or told in node.memory.damaged:
+            if node is None or not is_here or known in node.memory.damaged:
                 lost[member.group] += 1
-            elif node.memory.table.committed > told:
+            elif node.memory.table.committed > known:
                 continue  # A newer one was committed before a pause.
-            elif not node.memory.is_intact(told, member.ranks):
-                # What it was told by a leader that nobody else heard, before the order.
+            elif not node.memory.is_intact(known, member.ranks):
+                # A commit from a leader that nobody else heard, before the order.
                 must(
                     order is not None and member.server not in self._servers_at_order,
-                    "a member holds what it was told is committed",
+                    "a member holds the commits that it knows",
                 )
                 lost[member.group] += 1
         resumed = generation.resume.snapshot.step if generation.resume is not None else -1
         must(
-            max(lost.values(), default=0) > old.parity or resumed >= told.step,
-            f"{told}, which members took for committed, is not given up",
+            max(lost.values(), default=0) > old.parity or resumed >= known.step,
+            f"{known}, which members took for committed, is kept",
         )
 
     def check_held(self, view: View, generation: Generation) -> None:
         """No step is computed again that the present members of the last generation hold whole.
 
-        Whatever the coordinator was told of it. Args as for `check_told`.
+        Whatever the coordinator knows of it. Args as for `check_known_commit`.
         """
         old, order = view.generation, view.abort_order
         if old is None or self.view.generation_number != old.generation:
@@ -669,15 +669,15 @@ class Simulation:
         is_here = joined is not None and joined.record.server == member.server
         return self.servers.get(member.server) if is_here else None
 
-    def _newest_told(self, view: View) -> SnapshotId | None:
+    def _newest_known(self, view: View) -> SnapshotId | None:
         """Return the newest snapshot of the generation that present members know as committed."""
-        told = []
+        known = []
         for member in view.generation.members if view.generation is not None else ():
             joined, node = view.nodes.get(member.node), self.servers.get(member.server)
             if joined is not None and node is not None and joined.record.server == member.server:
-                told.append(node.told)
+                known.append(node.known_commit)
         return max(
-            (s for s in told if s is not None and s.generation == view.generation_number),
+            (s for s in known if s is not None and s.generation == view.generation_number),
             default=None,
         )
 

@@ -37,7 +37,7 @@ def test_job_goes_on_in_its_generation_after_the_coordinator_was_away(seed: int)
 def test_no_step_is_computed_again_after_an_outage_however_long_it_was(
     seed: int, kind: str
 ) -> None:
-    """Commits go on meanwhile; then the newest snapshot that all hold counts, told of or not."""
+    """Commits go on meanwhile; then the newest snapshot that all hold counts, announced or not."""
     simulation = running_job(seed)
     for _ in range(seed):
         # It begins wherever the leader is between committing, asking to store, and storing.
@@ -152,13 +152,17 @@ def test_node_whose_snapshot_server_died_takes_part_again_and_its_shards_are_reb
 def test_coordinator_that_has_lost_all_keys_learns_from_the_nodes_what_they_hold(
     seed: int, newcomers: int
 ) -> None:
-    """A new one is empty, and a node that comes to it first would begin the job anew."""
+    """A new one is empty, and a node that comes to it first would start the job again."""
     simulation = running_job(seed)
     generation = simulation.view.generation
     assert generation is not None
     if newcomers:
         simulation._crash(simulation.nodes[0])
-    told = max(node.told for node in simulation.nodes if node.is_alive and node.told is not None)
+    known = max(
+        node.known_commit
+        for node in simulation.nodes
+        if node.is_alive and node.known_commit is not None
+    )
     simulation.coordinator.lose_keys()
     if newcomers:
         simulation._start_node(simulation.nodes[0].name)
@@ -170,5 +174,5 @@ def test_coordinator_that_has_lost_all_keys_learns_from_the_nodes_what_they_hold
     after = simulation.view.generation
     assert after is not None
     assert after.resume is not None
-    assert after.resume.snapshot >= told
+    assert after.resume.snapshot >= known
     assert not after.resume.stored

@@ -21,7 +21,7 @@ _EXAMPLES = int(os.environ.get("KEEPSTEP_SEEDS", "150"))
 
 
 @dataclass(frozen=True)
-class Beside:
+class Outside:
     """A guard outside of loops; `asked`: `while not guard.completed`."""
 
     form: Literal["asked", "unconditional"] = "asked"
@@ -52,7 +52,7 @@ class Loop:
 class Script:
     """Loops and guards, and after how many steps all loops are left by `break`; -1: never."""
 
-    parts: tuple[Beside | Loop, ...]
+    parts: tuple[Outside | Loop, ...]
     break_at: int = -1
 
 
@@ -60,20 +60,20 @@ def run(script: Script, process: Process) -> None:
     """Run a script as users write them."""
     job = process.job
     for number, part in enumerate(script.parts):
-        if isinstance(part, Beside):
-            _run_beside(part, number, process, job)
+        if isinstance(part, Outside):
+            _run_outside(part, number, process, job)
         else:
             _run_loop(part, number, script.break_at, process, job)
             if job._passes.place.end > job._state.position.batch:
                 return  # It was left by `break`: no other pass may begin.
 
 
-def _run_beside(part: Beside, number: int, process: Process, job: Job) -> None:
+def _run_outside(part: Outside, number: int, process: Process, job: Job) -> None:
     if part.form == "asked":
         guard = job.guard()
         while not guard.completed:
             with guard:
-                process.meet("beside", number, process.weights, process.extra)
+                process.meet("outside", number, process.weights, process.extra)
                 process.extra = mixed(process.extra, number, process.weights)
     else:
         with job.guard():
@@ -118,7 +118,7 @@ def _stop_if_due(part: Loop, process: Process) -> None:
         process.job.stop()
 
 
-besides = st.builds(Beside, st.sampled_from(["asked", "asked", "asked", "unconditional"]))
+outsides = st.builds(Outside, st.sampled_from(["asked", "asked", "asked", "unconditional"]))
 loops = st.builds(
     Loop,
     steps=st.integers(1, 4),
@@ -130,7 +130,7 @@ loops = st.builds(
 )
 scripts = st.builds(
     Script,
-    st.lists(st.one_of(besides, loops), min_size=1, max_size=6).map(tuple),
+    st.lists(st.one_of(outsides, loops), min_size=1, max_size=6).map(tuple),
     st.sampled_from([-1, -1, -1, 2, 5]),
 )
 
@@ -159,12 +159,12 @@ def test_all_ranks_issue_the_same_collectives_and_end_as_if_undisturbed(
     assert found == expected
 
 
-EPOCHS = Script((Loop(5), Beside()) * 4)
+EPOCHS = Script((Loop(5), Outside()) * 4)
 """An outer loop over epochs, with an evaluation after each."""
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_guards_of_passes_that_are_over_are_left_out_and_nobody_else_begins_anew(seed: int) -> None:
+def test_guards_of_passes_that_are_over_are_left_out_and_nobody_else_restarts(seed: int) -> None:
     """Rank 1 is lost in the middle of the third pass."""
 
     def lose_rank_1(process: Process) -> None:
@@ -182,7 +182,7 @@ def test_guards_of_passes_that_are_over_are_left_out_and_nobody_else_begins_anew
     assert cluster.run() == Cluster(2, lambda process: run(EPOCHS, process), 0).run()
     assert (cluster.generation, cluster.restarts) == (2, [])
     guards_run = {
-        generation: [one.label[1] for one in met.values() if one.label[0] == "beside"]
+        generation: [one.label[1] for one in met.values() if one.label[0] == "outside"]
         for generation, met in cluster.meetings.items()
     }
     assert guards_run == {1: [1, 3], 2: [5, 7]}

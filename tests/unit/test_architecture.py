@@ -184,7 +184,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "": ("checkpoint elastic.data elastic.errors elastic.trainer monitor"),
     }.items()
 }
-"""Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
+"""Each room, and the rooms that it may import. A room is a folder, or a module next to folders."""
 
 PURE = (
     "checkpoint.convert.read.arrays",
@@ -478,7 +478,7 @@ for module in {LIGHT[unwanted]!r}:
 
 @pytest.mark.parametrize("name", ["checkpoint", "elastic", "monitor"])
 def test_no_module_has_two_names(name: str) -> None:
-    """In the source tree the folders stand beside `keepstep/`, and refuse their bare names."""
+    """In the source tree the folders stand next to `keepstep/`, and refuse their bare names."""
     done = subprocess.run(
         [sys.executable, "-c", f"import {name}"],
         capture_output=True,

@@ -16,7 +16,7 @@ WORKER = "log_to_stderr_unless_configured()"
 @pytest.mark.parametrize(
     ("setup", "shown"),
     [
-        ("log_to_stderr(logging.INFO)", ["told", "alert"]),
+        ("log_to_stderr(logging.INFO)", ["status", "alert"]),
         ("log_to_stderr(logging.WARNING, 'snapshot server')", ["snapshot server: alert"]),
         (WORKER, ["alert"]),
     ],
@@ -44,7 +44,7 @@ import logging
 from keepstep.log_format import *
 {setup}
 log = logging.getLogger("keepstep.monitor")
-log.info("told")
+log.info("status")
 log.warning("alert")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

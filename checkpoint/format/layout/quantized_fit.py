@@ -108,13 +108,13 @@ def _problems(
     }
     if not lacking:
         return []
-    own = _beside(live, live.keys())
+    own = _neighbours(live, live.keys())
     problems = []
-    beside = _beside([key for key in source.known_keys() if key not in wanted], lacking)
+    neighbours = _neighbours([key for key in source.known_keys() if key not in wanted], lacking)
     for key, stored in lacking.items():
         spec = live[key]
         found = [
-            other for other in beside.get(key, ()) if has_config or is_of_quantized(key, other)
+            other for other in neighbours.get(key, ()) if has_config or is_of_quantized(key, other)
         ]
         if found:
             problems.append(
@@ -134,10 +134,10 @@ def _is_bare(stored: str, live: str) -> bool:
     return stored != live and (stored in FLOATS) != (live in FLOATS)
 
 
-def _beside(keys: Collection[str], tensors: Collection[str]) -> dict[str, list[str]]:
-    """Return, for each of some tensors, the keys of what its module has under names like its own.
+def _neighbours(keys: Collection[str], tensors: Collection[str]) -> dict[str, list[str]]:
+    """Return, for each of some tensors, the keys of tensors of its module with names like its own.
 
-    Those are names that begin with the tensor's, and beside a `weight` all that are no module's.
+    Such names begin with the tensor's; next to a `weight`, all names that are no module's count.
     """
     found: dict[str, list[str]] = {}
     for key in keys:

@@ -90,7 +90,7 @@ def test_error_names_a_port_that_is_in_use() -> None:
     assert "Traceback" not in completed.stderr
 
 
-def test_second_monitor_on_a_node_is_told_to_take_another_port() -> None:
+def test_second_monitor_on_a_node_has_to_take_another_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         completed = keepstep("monitor", "--port", str(listener.getsockname()[1]))
     assert completed.returncode != 0
@@ -111,10 +111,10 @@ def test_script_that_fails_again_at_the_same_line_ends_the_job_with_its_tracebac
     completed = keepstep("run", "--nproc-per-node", "2", "--max-restarts", "3", failing)
     assert completed.returncode == 1
     assert completed.stdout == "attempt 0\nattempt 1\n"
-    told = completed.stderr[completed.stderr.index("keepstep: ") :]
-    assert told.splitlines()[0].startswith("keepstep: rank 1 on ")
-    assert f"(twice: ModuleNotFoundError at {failing}:4, before the first step;" in told
-    assert told.splitlines()[1] == "Traceback (most recent call last):"
+    message = completed.stderr[completed.stderr.index("keepstep: ") :]
+    assert message.splitlines()[0].startswith("keepstep: rank 1 on ")
+    assert f"(twice: ModuleNotFoundError at {failing}:4, before the first step;" in message
+    assert message.splitlines()[1] == "Traceback (most recent call last):"
     assert "no_such_module" in completed.stderr
     assert "elastic/" not in completed.stderr
 

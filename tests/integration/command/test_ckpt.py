@@ -87,7 +87,7 @@ def test_verify_names_the_damaged_checkpoint_and_fails(run7: Path) -> None:
     ] == [StoredStep(30, 0).directory]
 
 
-def test_a_checkpoint_of_a_newer_release_is_listed_as_such_beside_the_others(run7: Path) -> None:
+def test_a_checkpoint_of_a_newer_release_is_listed_as_such_next_to_the_others(run7: Path) -> None:
     manifest = run7 / StoredStep(30, 0).directory / "manifest.json"
     manifest.write_text(json.dumps({"format": 99}))
     listed = json_of("ls", run7)

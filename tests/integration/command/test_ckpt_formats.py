@@ -83,7 +83,7 @@ def test_checkpoints_of_other_tools_are_listed_shown_and_verified(
     verified = json_of("verify", path, "--from", form)
     (checked,) = verified["checked"].values()
     files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
-    # A folder of DeepSpeed has its pointer beside it, and the fixture what it should hold.
+    # A folder of DeepSpeed has its pointer next to it, and the fixture what it should hold.
     of_checkpoint = [f for f in files if f.name not in ("latest", "expected.pt")]
     assert checked["nbytes"] == sum(file.stat().st_size for file in of_checkpoint)
     assert (checked["checked_nbytes"] > 0) == (form != "safetensors")

@@ -20,8 +20,8 @@ def test_undo_removes_the_eviction_of_an_evicted_node_only(
     store.commit((), (Put(keys.eviction("b"), Eviction("slow", may_return=False).encode()),))
     with pytest.raises(UsageError, match="node 'a' was not evicted; evicted nodes: b"):
         evict_node(job, "a", "", undo=True)
-    told = evict_node(job, "b", "", undo=True)
-    assert "node b may return to job job: run its line" in told
+    answer = evict_node(job, "b", "", undo=True)
+    assert "node b may return to job job: run its line" in answer
     assert from_listing(keys, store.read(keys.prefix)).evictions == {}
     with pytest.raises(UsageError, match="evicted nodes: none"):
         evict_node(job, "b", "", undo=True)
@@ -43,8 +43,8 @@ def test_a_node_that_the_job_has_evicted_itself_stays_away_if_asked(
     store.commit((), (Put(keys.eviction("b"), eviction.encode()),))
     if not has_left:
         store.commit((), (Put(keys.node("b"), record.encode()),))
-    told = evict_node(job, "b", "on request", undo=False)
-    assert f"`keepstep evict --job {name} --undo b` lets it return" in told
+    answer = evict_node(job, "b", "on request", undo=False)
+    assert f"`keepstep evict --job {name} --undo b` lets it return" in answer
     evictions = from_listing(keys, store.read(keys.prefix)).evictions
     assert evictions == {"b": Eviction("on request", may_return=False)}
     store.close()

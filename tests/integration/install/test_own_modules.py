@@ -1,4 +1,4 @@
-"""A user's own modules beside the script stay theirs, however the job is started."""
+"""A user's own modules next to the script stay theirs, however the job is started."""
 
 from __future__ import annotations
 

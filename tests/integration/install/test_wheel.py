@@ -134,7 +134,7 @@ def test_job_runs_from_the_wheel_without_a_compiler(python: Path, tmp_path: Path
     assert {f"rank {rank} ends after step 2" for rank in (0, 1)} <= set(printed.splitlines())
 
 
-def test_packages_of_the_same_bare_names_live_beside_it(python: Path, tmp_path: Path) -> None:
+def test_packages_of_the_same_bare_names_live_next_to_it(python: Path, tmp_path: Path) -> None:
     for name in ("checkpoint", "elastic", "monitor"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("OWNER = 'other'\n")

@@ -60,10 +60,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def told(rejected: keepstep.RejectedStep) -> None:
-    # A process that replaces one is told while it joins: there is no `job` yet.
+def rejections(rejected: keepstep.RejectedStep) -> None:
+    # A process that replaces one gets it while it joins: there is no `job` yet.
     rank = int(os.environ["RANK"])
-    write("told.jsonl", [rank, rejected.step, rejected.rank, list(rejected.batches)])
+    write("rejections.jsonl", [rank, rejected.step, rejected.rank, list(rejected.batches)])
 
 
 with keepstep.join(
@@ -76,7 +76,7 @@ with keepstep.join(
         window=4,
         roll_back=options.get("roll_back", 2),
     ),
-    callbacks=keepstep.Callbacks(on_rejected_step=told),
+    callbacks=keepstep.Callbacks(on_rejected_step=rejections),
 ) as job:
     skipped = options.get("skipped", [])
     for number, points in enumerate(

@@ -51,7 +51,7 @@ def build(world: keepstep.World) -> keepstep.State:
     if options.get("compile"):
         model.compile(backend="eager", fullgraph=True)
     if options["parallel"]:
-        # Without the option DDP arranges its buckets anew after the first step of a generation, and
+        # Without the option DDP rearranges its buckets after the first step of a generation, and
         # so sums four ranks' gradients in another order in that step.
         model = DistributedDataParallel(model, find_unused_parameters=True)
     return keepstep.State(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))

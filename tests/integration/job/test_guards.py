@@ -51,6 +51,6 @@ def test_guards_recover_run_again_and_all_ranks_stop_after_the_same_step(tmp_pat
     assert {key[1] for key in found if key[0] == "evaluated"} == {4, 8, 12, 16, 20, 24, 28, 32}
     assert {key[1] for key in found if key[0] == "at last"} == {33}
     assert found["at the very last", 33] == found["at last", 33]
-    # Processes that came later were told that the first pass is over, and read nothing of it.
+    # Later processes know that the first pass is over, and read nothing of it.
     assert found["pass", 0] == {(1, 13), (1, 33), (2, 33)}
     assert found["pass", 1] == {(1, 13), (1, 18), (1, 33), (2, 33)}

@@ -24,8 +24,8 @@ def test_job_is_scaled_paused_and_resumed_and_goes_on_elsewhere_from_storage(
         running.start("b")
         running.wait_until(lambda view: committed_step_of(view) >= 3, 60)
 
-        told = scale_job(job, 1, 1)
-        assert told == "job job has 1 to 1 nodes from now on; 1 of 2 are on standby"
+        answer = scale_job(job, 1, 1)
+        assert answer == "job job has 1 to 1 nodes from now on; 1 of 2 are on standby"
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         assert _nodes(view) == 1
         scale_job(job, 1, 2)
@@ -33,13 +33,13 @@ def test_job_is_scaled_paused_and_resumed_and_goes_on_elsewhere_from_storage(
         assert _nodes(view) == 2
         assert "memory" in view.history.recoveries[2].source
 
-        told = pause_job(job, "maintenance")
+        answer = pause_job(job, "maintenance")
         view = running.wait_until(lambda view: True, 60)
         assert view.checkpoint is not None
         paused_at = view.checkpoint.step
         assert paused_at == step_of(view)
         in_both = f"step {paused_at} is in the memory of its nodes and in {checkpoint}, so they may"
-        assert in_both in told
+        assert in_both in answer
         assert "goes on after step" in resume_job(job)
         view = running.wait_until(lambda view: len(view.history.recoveries) == 4, 60)
         assert view.history.recoveries[3].resumed_step == paused_at

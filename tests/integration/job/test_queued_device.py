@@ -35,12 +35,12 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> ranks.Shown:
         process.start()
     try:
         assert here.poll(patient(60)), "rank 0 tells nothing"
-        told: ranks.Shown = here.recv()
+        shown: ranks.Shown = here.recv()
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return told
+    return shown
 
 
 def test_operations_are_computed_in_order_while_the_host_goes_on() -> None:

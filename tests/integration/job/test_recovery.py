@@ -407,7 +407,7 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     assert first.source == f"step {newest.step} damaged, storage (1.00 x)"
     assert first.resumed_step == older.step
     assert f"goes on after step {older.step}" in running.output()
-    # The damaged checkpoint is stored anew, under a generation that is greater than its own.
+    # The damaged checkpoint is stored again, under a generation that is greater than its own.
     assert list_steps(open_storage(str(checkpoint)))[:2] == (
         StoredStep(newest.step, newest.generation + 1), newest
     )  # fmt: skip

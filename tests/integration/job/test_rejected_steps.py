@@ -65,9 +65,9 @@ def test_a_job_that_rejects_steps_is_bit_equal_to_one_that_skips_their_batches(
         "start", "memory", "storage", "memory",
     ]  # fmt: skip
     # On every rank once; the process that replaced the killed one has it from the state.
-    told = [[4, 1, [3]], [12, 0, [10, 11, 12]]]
-    assert sorted(lines(tmp_path, "told.jsonl")) == [
-        [rank, *rejected] for rank in (0, 1) for rejected in told
+    rejections = [[4, 1, [3]], [12, 0, [10, 11, 12]]]
+    assert sorted(lines(tmp_path, "rejections.jsonl")) == [
+        [rank, *rejected] for rank in (0, 1) for rejected in rejections
     ]
     # What was undone is gone: of each stored step there is one, up to the last.
     stored = [found.step for found in list_steps(open_storage(str(tmp_path / "stored")))]
@@ -92,7 +92,7 @@ def test_batches_are_skipped_by_another_number_of_ranks_too(tmp_path: Path) -> N
             by_step[line["step"]][line["generation"]][rank] = line["samples"]
     last = [generations[max(generations)] for _, generations in sorted(by_step.items())]
     # Rank 1 rejected the step, and its node was lost after that.
-    assert [0, 4, 1, [3]] in lines(tmp_path, "told.jsonl")
+    assert [0, 4, 1, [3]] in lines(tmp_path, "rejections.jsonl")
     assert len(last[-1]) == 1
     found = [sample for ranks in last for rank in sorted(ranks) for sample in ranks[rank]]
     assert found == [

@@ -47,7 +47,7 @@ class Plan:
 def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]:
     """Return every rank's records with their ends, which are infinite where there is none.
 
-    Readers of one plan share them: every node and every daemon that begins anew has a reader.
+    Readers of one plan share them: every node and every daemon that starts again has a reader.
     """
     rng = np.random.default_rng(plan.seed)
     group = Communicator(WORLD, "world", tuple(range(plan.ranks)))

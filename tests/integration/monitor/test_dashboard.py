@@ -72,7 +72,7 @@ def test_hang_is_shown_at_the_top_and_its_step_in_the_timeline(tmp_path: Path) -
         assert page.text("#job") == "<b>run7</b>"
         assert "generation" in page.text("#facts")
         page.until("return document.querySelector('#step-number').textContent === 'step 41'")
-        # The whole wait is drawn, and the step beside it is still readable.
+        # The whole wait is drawn, and the step next to it is still readable.
         assert page.run("return document.getElementById('timeline').dataset.broken") == "yes"
         waited_s = re.search(r"has not ended in ([0-9.]+) s", page.hover("#timeline", 1100, 12))
         assert waited_s is not None

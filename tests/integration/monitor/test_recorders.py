@@ -334,7 +334,7 @@ def test_process_that_is_not_a_worker_is_not_attached(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["", "/their/plugin.so"])
-def test_nccl_is_told_of_the_recorder_before_a_process_group_may_exist(
+def test_nccl_knows_the_recorder_before_a_process_group_may_exist(
     tmp_path: Path, named: str
 ) -> None:
     code = (

@@ -52,6 +52,6 @@ def test_name_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         bound_socket("node7", 0)
 
 
-def test_host_and_port_are_told_apart() -> None:
+def test_host_and_port_are_distinguished() -> None:
     assert host_and_port("2001:db8::7", 29400) == "[2001:db8::7]:29400"
     assert host_and_port("node7", 29400) == "node7:29400"

@@ -298,7 +298,7 @@ def test_limit_paces_tcp_and_is_lifted(tcp_listener: socket.socket):
         assert client.receive() == Tell(text="unlimited")
 
 
-def test_nobody_listening_is_told_from_nobody_answering(tcp_listener: socket.socket, tmp_path: Any):
+def test_nobody_listening_differs_from_nobody_answering(tcp_listener: socket.socket, tmp_path: Any):
     address = tcp_address_of(tcp_listener)
     with pytest.raises(PeerTimeout):  # The kernel accepts, no process answers.
         connect(address, PROTOCOL, CLIENT, handshake_s=0.05)

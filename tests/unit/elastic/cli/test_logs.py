@@ -52,17 +52,17 @@ def test_without_a_job_it_is_the_one_that_wrote_last() -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("--job", "run7")])
 def test_without_output_in_files_the_flag_is_named(arguments: tuple[str, ...]) -> None:
-    code, told = logs(*arguments)
+    code, output = logs(*arguments)
     assert code == 2
-    assert re.search(r"has no output of workers: .*--tee 3.*--redirects 3", told)
+    assert re.search(r"has no output of workers: .*--tee 3.*--redirects 3", output)
 
 
-def test_a_rank_without_a_file_is_told_which_there_are() -> None:
+def test_a_rank_without_a_file_names_those_there_are() -> None:
     for rank in (0, 2):
         write("run7", 1, rank, "stdout", "")
-    code, told = logs("--rank", "1")
+    code, output = logs("--rank", "1")
     assert code == 2
-    assert "no output of rank 1, but of 0, 2" in told
+    assert "no output of rank 1, but of 0, 2" in output
 
 
 def test_what_is_followed_goes_on_in_a_later_generation() -> None:

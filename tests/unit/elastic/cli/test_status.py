@@ -22,7 +22,7 @@ from keepstep.elastic.rendezvous.view import JoinedNode, View
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "told"),
+    ("snapshot", "line"),
     [
         (None, "last committed snapshot: none"),
         (SnapshotId(5, 2039), "last committed snapshot: step 2039\n"),
@@ -30,8 +30,8 @@ from keepstep.elastic.rendezvous.view import JoinedNode, View
         (SnapshotId(5, 441), "last committed snapshot: step 441, 1598 steps ago"),
     ],
 )
-def test_steps_that_a_recovery_would_compute_again_are_told(
-    snapshot: SnapshotId | None, told: str
+def test_steps_that_a_recovery_would_compute_again_are_reported(
+    snapshot: SnapshotId | None, line: str
 ) -> None:
     record = NodeRecord("a", "h", 1, "h:1", "tcp:h:2", 1, 1, "digest", step=2039)
     view = View(
@@ -41,7 +41,7 @@ def test_steps_that_a_recovery_would_compute_again_are_told(
     output = io.StringIO()
     Console(file=output, width=120).print(render("job", view, 0.0))
     lines = "".join(line.rstrip() + "\n" for line in output.getvalue().splitlines())
-    assert told in lines
+    assert line in lines
 
 
 def shown(view: View, width: int = 80) -> str:
@@ -55,22 +55,22 @@ def view_of(step: int, **changes: Any) -> View:
     return View(nodes={"a": JoinedNode(record, 1)}, **changes)
 
 
-def test_snapshot_is_never_newer_than_the_step_that_is_told() -> None:
+def test_snapshot_is_never_newer_than_the_step_that_is_reported() -> None:
     text = shown(view_of(311, snapshot=SnapshotCommit(SnapshotId(1, 314))))
     assert "step 314" in text.splitlines()[0]
     assert "steps ago" not in text
 
 
 @pytest.mark.parametrize(
-    ("wall_s", "told"),
+    ("wall_s", "age"),
     [(104.0, "4 s"), (99.0, "0 s"), (100.0 + 12 * 60, "12 min"), (100.0 + 3 * 3600, "3 h")],
     ids=["seconds", "a clock that is behind", "minutes", "hours"],
 )
-def test_snapshot_is_told_with_the_time_since_it_was_reported(wall_s: float, told: str) -> None:
+def test_snapshot_is_reported_with_the_time_since_it_was_reported(wall_s: float, age: str) -> None:
     view = view_of(167, snapshot=SnapshotCommit(SnapshotId(1, 155), at_s=100.0))
     output = io.StringIO()
     Console(file=output, width=80).print(render("run7", view, wall_s))
-    assert f"snapshot: step 155, 12 steps ago, reported {told} ago\n" in output.getvalue()
+    assert f"snapshot: step 155, 12 steps ago, reported {age} ago\n" in output.getvalue()
 
 
 def test_paused_job_says_since_when_and_how_to_go_on() -> None:

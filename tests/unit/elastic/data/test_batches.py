@@ -67,16 +67,16 @@ def read(
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_samples_are_drawn_alike_for_any_number_of_ranks(world_size: int) -> None:
+def test_samples_are_the_same_for_any_number_of_ranks(world_size: int) -> None:
     assert read(world_size=world_size) == read()
 
 
-def test_samples_are_drawn_alike_wherever_a_run_resumed() -> None:
+def test_samples_are_the_same_wherever_a_run_resumed() -> None:
     undisturbed = read()
     assert read(first=5) == {step: undisturbed[step] for step in range(5, 8)}
 
 
-def test_samples_are_drawn_alike_by_loader_processes() -> None:
+def test_samples_are_the_same_by_loader_processes() -> None:
     # Other tests have left threads in this process, which a fork does not survive.
     options = {"multiprocessing_context": "forkserver"}
     assert read(workers=2, persistent_workers=True, prefetch_factor=3, **options) == read()
@@ -88,7 +88,7 @@ def test_samples_of_one_run_are_drawn_differently() -> None:
         assert len({sample[generator] for sample in samples}) == len(samples)
 
 
-def test_samples_read_in_groups_are_drawn_alike_for_the_same_number_of_ranks() -> None:
+def test_samples_read_in_groups_are_the_same_for_the_same_number_of_ranks() -> None:
     undisturbed = read(dataset=AugmentedInGroups(), world_size=2)
     resumed = read(dataset=AugmentedInGroups(), world_size=2, first=3)
     assert resumed == {step: undisturbed[step] for step in range(3, 8)}
@@ -99,7 +99,7 @@ class Folded(Subset[Sample]):
 
 
 @pytest.mark.parametrize("kinds", [[Subset], [Subset, Folded]])
-def test_samples_of_a_subset_are_drawn_alike_for_any_number_of_ranks(kinds: list[Any]) -> None:
+def test_samples_of_a_subset_are_the_same_for_any_number_of_ranks(kinds: list[Any]) -> None:
     """It has `__getitems__`, even where what it is made of has not."""
     dataset: Any = Augmented()
     for kind in kinds:
@@ -173,7 +173,7 @@ def exhausted_collate(samples: list[Sample]) -> list[Sample]:
 def test_a_stop_iteration_of_the_users_is_an_error_and_no_end_of_the_data(
     dataset: Any, collate: Any, named: str, workers: int
 ) -> None:
-    """The loader ended, and was made anew for ever."""
+    """The loader ended, and was made again for ever."""
     options = {"multiprocessing_context": "forkserver"} if workers else {}
     data: DataPass[Sample] = DataPass(
         0, 0, 3, dataset, GLOBAL_BATCH, collate=collate, workers=workers, loader_options=options

@@ -24,7 +24,7 @@ GLOBAL_BATCH = 5
 
 
 class Numbers:
-    """Shuffles by the epoch, as it is told, and counts what is read of it."""
+    """Shuffles by the epoch that is set, and counts its reads."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
@@ -174,7 +174,7 @@ def test_what_can_be_read_only_once_is_refused(stream: Any) -> None:
 
 
 class SetBack(Numbers):
-    """Is its own iterator, which begins anew whenever it is asked for."""
+    """Is its own iterator, which begins again whenever it is asked for."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         self._numbers = super().__iter__()
@@ -185,7 +185,7 @@ class SetBack(Numbers):
 
 
 class PositionedOnce(PositionedNumbers):
-    """Is its own iterator, and goes where it is told."""
+    """Is its own iterator, and goes where it is sent."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return self
@@ -210,7 +210,7 @@ def test_iterator_that_can_be_set_back_is_read_again_after_a_recovery(make: Any)
     assert list(data.from_position(Position(1, 1, reached), 0, 1)) == undisturbed[1:]
 
 
-def test_streams_are_told_from_datasets_with_an_index() -> None:
+def test_streams_are_distinguished_from_datasets_with_an_index() -> None:
     class Iterated(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(())

@@ -95,7 +95,7 @@ def assert_exact(make: Callable[[], Any], size: int, stride: int = 1) -> None:
         lambda: Wrapper(Wrapper(BufferShuffledExamplesIterable(5)), [1]),
     ],
 )
-def test_a_stream_with_samples_beside_its_state_is_read_again_and_named_once(
+def test_a_stream_with_samples_outside_its_state_is_read_again_and_named_once(
     make: Callable[[], Iterable[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those in the buffer would be lost, and others come twice."""
@@ -175,7 +175,7 @@ class IterableDataset:
         return
 
 
-def test_the_epoch_is_told_to_a_loaders_dataset_and_to_what_is_known_to_need_it() -> None:
+def test_the_epoch_is_set_on_a_loaders_dataset_and_on_what_is_known_to_need_it() -> None:
     inner = IterableDataset()
     loader = Wrapper(range(3))
     loader.dataset = IterableDataset()  # type: ignore[attr-defined]

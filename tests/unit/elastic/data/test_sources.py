@@ -205,7 +205,7 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_read_in_one_order(kind: str, loader_in_this_process: None) -> None:
     failures = [Run(3, 2, 5, 2), Run(2, 0, 4, 1), Run(4, 3, 2, 0), Run(1, 2, 0, 0)]
-    assert_read_alike(KINDS[kind], 5, failures)
+    assert_same_reads(KINDS[kind], 5, failures)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -213,10 +213,10 @@ def test_each_kind_is_read_in_one_order(kind: str, loader_in_this_process: None)
 def test_order_does_not_depend_on_ranks_loader_processes_or_failures(
     loader_in_this_process: None, make: Make, schedule: tuple[int, list[Run]]
 ) -> None:
-    assert_read_alike(make, *schedule)
+    assert_same_reads(make, *schedule)
 
 
-def assert_read_alike(make: Make, global_batch: int, failures: list[Run]) -> None:
+def assert_same_reads(make: Make, global_batch: int, failures: list[Run]) -> None:
     """Assert that every reading of every batch is what an undisturbed run reads."""
     undisturbed = play(make, global_batch, STEPS, []).batches
     disturbed = play(make, global_batch, STEPS, failures).batches
@@ -294,7 +294,7 @@ def iter_twice(samples: list[Any]) -> Any:
     return Iterable()
 
 
-def test_a_loader_draws_alike_that_draws_also_when_it_is_made_or_begins_to_iterate() -> None:
+def test_a_loader_draws_the_same_that_draws_also_when_it_is_made_or_begins_to_iterate() -> None:
     class Drawing(Loader):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
@@ -321,7 +321,9 @@ def test_a_position_in_an_earlier_pass_is_not_one_in_the_next() -> None:
     assert begun == list(second_pass().from_position(Position(2, 2), 0, 1))
 
 
-def test_collate_draws_alike_after_a_resumption_and_reading_leaves_the_generators_alone() -> None:
+def test_collate_draws_the_same_after_a_resumption_and_reading_leaves_the_generators_alone() -> (
+    None
+):
     def read(first: int, stored: Any) -> list[Any]:
         data: DataPass[Any] = DataPass(
             0, 0, 11, sharded("a", [5] * 8), 4, steps=3, collate=lambda samples: drawn()
@@ -337,7 +339,7 @@ def test_collate_draws_alike_after_a_resumption_and_reading_leaves_the_generator
     assert before[1:] == after[1:]
 
 
-def test_collate_draws_alike_in_whichever_process_it_runs() -> None:
+def test_collate_draws_the_same_in_whichever_process_it_runs() -> None:
     shares: RankShares[Any] = RankShares(
         sharded("a", [5] * 8), Partitioning(4, 4), range(4), range(4), {}, range(3), 0, 11, True,
         ShareCollate(lambda samples: drawn()),

@@ -14,7 +14,7 @@ the present members of the current generation. A rank stands for the node that h
     a completes step 8                   as its record shows
     a seals step 7                       all its ranks sealed; the leader does not know yet
     a protects step 7                    its parity is complete, too; a report goes to the leader
-    a learns that step 7 is committed    it is told directly, and frees what is older
+    a learns that step 7 is committed    it learns it directly, and frees older ones
     a loses step 7                       its memory of the step is damaged
     a fences                             its server seals nothing more; its workers await the order
     a drains                             no worker of it writes any more; its record is final
@@ -113,7 +113,7 @@ class Memory:
 
     sealed: set[SnapshotId] = field(default_factory=set)
     protected: set[SnapshotId] = field(default_factory=set)
-    told: SnapshotId | None = None
+    known: SnapshotId | None = None
 
     def free_older_than(self, snapshot: SnapshotId, pinned: SnapshotId | None) -> None:
         self.sealed = {s for s in self.sealed if s >= snapshot or s == pinned}
@@ -335,14 +335,14 @@ class Case:
         elif found := re.fullmatch(r"protects? step (\d+)", what):
             self._protect(record, SnapshotId(record.generation, int(found[1])))
         elif found := re.fullmatch(r"learns? that step (\d+) is committed", what):
-            memory.told = SnapshotId(record.generation, int(found[1]))
-            memory.free_older_than(memory.told, None)
+            memory.known = SnapshotId(record.generation, int(found[1]))
+            memory.free_older_than(memory.known, None)
         elif found := re.fullmatch(r"loses? step (\d+)", what):
             memory.sealed = {s for s in memory.sealed if s.step != int(found[1])}
             memory.protected &= memory.sealed
             self._write(record, **self._holdings(node))
         elif what in ("fences", "fence"):
-            self._write(record, fenced=record.generation, committed=memory.told)
+            self._write(record, fenced=record.generation, committed=memory.known)
         elif what in ("drains", "drain"):
             self._write(record, phase=NodePhase.DRAINED, **self._holdings(node))
         elif what in ("finishes", "finish"):
@@ -397,7 +397,7 @@ class Case:
         self._put(KEYS.node(node), record, record.lease)
 
     def _enter(self, node: str) -> None:
-        """As an agent does that sees a new generation: forget what is older, begin anew."""
+        """Forget older attempts and begin again, as an agent does that sees a new generation."""
         view, record = self.view, self._record(node)
         assert view.generation is not None, "no generation is open"
         number, resume = view.generation.generation, view.generation.resume
@@ -462,7 +462,7 @@ class Case:
         return {
             "sealed": tuple(sorted(memory.sealed)),
             "protected": tuple(sorted(memory.protected)),
-            "committed": memory.told,
+            "committed": memory.known,
         }
 
     def _write(self, record: NodeRecord, **changes: object) -> None:

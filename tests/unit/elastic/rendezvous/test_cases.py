@@ -1,6 +1,6 @@
 """Every rule of the rendezvous on a small job that a person can read: `cases/*.txt`.
 
-A case that fails shows what is decided now beside what was recorded. If the new decision is right,
+A case that fails shows the present decision next to the recorded one. If the new decision is right,
 `REWRITE_CASES=1 pytest tests/unit/elastic/rendezvous/test_cases.py` records it; read the difference
 before committing it.
 """

@@ -174,7 +174,9 @@ def test_snapshot_of_an_older_generation_is_stored_once_it_is_known_not_to_be_un
 
 
 @pytest.mark.parametrize("restored", ["0", "a", "b"])
-def test_nothing_is_stored_before_rank_0_has_told_what_it_found_in_storage(restored: str) -> None:
+def test_nothing_is_stored_before_rank_0_reports_its_find_in_storage(
+    restored: str,
+) -> None:
     names = ("a", "0", "b")  # Rank 0's node is neither the first by name nor the last.
     members = tuple(
         Member(name, "h", 1, n, f"{name}:1", f"tcp:{name}:2") for n, name in enumerate(names)

@@ -1,4 +1,4 @@
-"""Claims about commits: who announces them, who believes it, when the coordinator is told."""
+"""Claims about commits: who announces them, who believes it, when the coordinator gets them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def decides(
 
 
 def test_leader_decides_after_an_announcement_only_if_more_is_to_be_written() -> None:
-    """The coordinator is told of it 5 s after the last commit, which was at 50 s."""
+    """The coordinator gets it 5 s after the last commit, which was at 50 s."""
 
     def nodes(**changes: object) -> dict[str, JoinedNode]:
         fields = {"phase": NodePhase.RUNNING, "checkpoint_url": "/c", "times": {"restored": 1.0}}
@@ -216,7 +216,7 @@ def test_node_does_not_go_back_to_what_the_coordinator_knows() -> None:
     assert next_commit(VIEW, 2, NEWEST.snapshot, CommitAnnouncement(NEWEST.snapshot)) is None
 
 
-def test_coordinator_is_told_of_the_first_commit_of_a_generation_and_then_seldom() -> None:
+def test_coordinator_gets_the_first_commit_of_a_generation_and_then_seldom() -> None:
     soon, later = 50.0 + COMMIT_INTERVAL_S / 2, 50.0 + COMMIT_INTERVAL_S
     assert is_due(replace(IDLE, snapshot=None), NEWEST, (), soon)
     of_older = replace(NEWER, snapshot=SnapshotId(1, 7))
@@ -226,7 +226,7 @@ def test_coordinator_is_told_of_the_first_commit_of_a_generation_and_then_seldom
     assert is_due(IDLE, NEWEST, (), 49.0), "the clock was set back"
 
 
-def test_coordinator_is_told_of_what_is_to_be_stored_and_of_the_last_step() -> None:
+def test_coordinator_gets_what_is_to_be_stored_and_the_last_step() -> None:
     wants = {"checkpoint_url": "/c", "times": {"restored": 1.0}}
     for every, finishing, expected in ((8, False, True), (9, False, False), (9, True, True)):
         records = [

@@ -52,14 +52,14 @@ def record(node: str, kind: FailureKind | None) -> NodeRecord:
     [
         ((FailureKind.PEER, FailureKind.PEER), 2, "of a"),
         ((FailureKind.PEER, None), 2, "of a"),
-        # What a script that begins anew breaks elsewhere is explained by it.
+        # A script that is restarted explains the failures that it causes elsewhere.
         ((FailureKind.PEER, FailureKind.RESTART), 1, None),
         ((FailureKind.RESTART, FailureKind.RESTART), 1, None),
         ((FailureKind.RESTART, FailureKind.WORKER), 2, "of b"),
         ((FailureKind.RESTART, FailureKind.FATAL), 2, "of b"),
     ],
 )
-def test_failure_counts_unless_a_script_that_begins_anew_explains_it(
+def test_failure_counts_unless_a_script_that_restarts_explains_it(
     kinds: tuple[FailureKind | None, ...], count: int, cause: str | None
 ) -> None:
     present = [record(node, kind) for node, kind in zip(NODES, kinds, strict=True)]

@@ -81,7 +81,7 @@ def test_a_pace_of_its_own_is_measured_first() -> None:
     assert interval.is_wanted(interval.every + 1, 1)
 
 
-def test_only_a_notable_change_of_pace_is_told() -> None:
+def test_only_a_notable_change_of_pace_is_reported() -> None:
     interval = measured(0.01)
     assert interval.notable_change() == (interval.every, 0.01)
     assert interval.notable_change() is None

@@ -129,9 +129,9 @@ def test_job_that_a_new_coordinator_does_not_know_is_restored_from_what_a_member
         assert restored.checkpoint == held.checkpoint
         assert restored.pause == held.pause
         assert restored.evictions == held.evictions
-        # Members that come back are told by their records; what was asked for binds nobody.
+        # Members that come back are known by their records; old requests bind nobody.
         assert restored.closing is None
-        # Where the job has begun anew meanwhile, nothing is written.
+        # Where the job has started again meanwhile, nothing is written.
         assert set(transaction.conditions) >= {
             Modified(KEYS.single("secret"), found.revisions.get("secret", 0)),
             Modified(KEYS.single("generation"), 0),

@@ -51,7 +51,7 @@ def test_report_costs_the_same_at_any_number_of_nodes() -> None:
     """How many members there are is asked for, and never who."""
 
     def refuse(*_: object) -> NoReturn:
-        raise AssertionError("a report is looked at beside all others")
+        raise AssertionError("a report is looked at with all others")
 
     class Members(tuple[Member, ...]):
         __iter__ = __contains__ = __getitem__ = refuse

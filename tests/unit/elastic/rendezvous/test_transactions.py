@@ -143,7 +143,7 @@ def test_members_are_written_in_as_few_transactions_as_the_limits_allow(
         return sum(len(o.key) + len(getattr(o, "value", b"")) for o in operations)
 
     if limit == "operations":
-        # Three transactions to the last operation: 15, 15 and 10 chunks beside the documents.
+        # Three transactions to the last operation: 15, 15 and 10 chunks next to the documents.
         monkeypatch.setattr(transactions, "MAX_OPERATIONS", len(others) + 15)
         parts = transactions.lead(KEYS, view, 3, action, wall_s=110.0)
         assert [len(part.operations) for part in parts] == [15, 15, 10 + len(others)]

@@ -52,19 +52,19 @@ def test_what_keepstep_caught_is_not_shown_and_one_line_says_all(tmp_path: Path)
     error = without_launcher(seen.value)
     assert "files.py" not in traceback_of(error)
     assert "direct cause" not in traceback_of(error)
-    told = script_failure.failure_of(error)
-    assert told.traceback == ""
-    assert str(tmp_path / "file") in told.error
-    assert told.error.endswith(f" ({script_failure.line_of(error)})")
-    assert "test_script_failure.py" in told.error
+    report = script_failure.failure_of(error)
+    assert report.traceback == ""
+    assert str(tmp_path / "file") in report.error
+    assert report.error.endswith(f" ({script_failure.line_of(error)})")
+    assert "test_script_failure.py" in report.error
 
 
 def test_what_the_script_raised_is_shown_as_the_cause_of_keepsteps_error(tmp_path: Path) -> None:
     code = "from keepstep.checkpoint.errors import CheckpointError\n"
     code += "try:\n    {}['x']\nexcept KeyError as e:\n    raise CheckpointError('y') from e\n"
-    told = script_failure.failure_of(failure_of(tmp_path, code))
-    assert "KeyError: 'x'" in told.traceback
-    assert told.traceback.count("train.py") == 2
+    report = script_failure.failure_of(failure_of(tmp_path, code))
+    assert "KeyError: 'x'" in report.traceback
+    assert report.traceback.count("train.py") == 2
 
 
 def test_other_error_is_shown_with_all_frames() -> None:
@@ -179,10 +179,10 @@ _NO_TEXT = "class NoText({}):\n    def __str__(self): raise ValueError\nraise No
 
 
 @pytest.mark.parametrize("base", ["Exception", "RuntimeError", "BaseException", "SystemError"])
-def test_error_whose_text_raises_is_told_with_its_traceback(tmp_path: Path, base: str) -> None:
-    told = script_failure.failure_of(failure_of(tmp_path, _NO_TEXT.format(base)))
-    assert told.error == "NoText: <exception str() failed>"
-    assert "train.py" in told.traceback
+def test_error_whose_text_raises_is_reported_with_its_traceback(tmp_path: Path, base: str) -> None:
+    report = script_failure.failure_of(failure_of(tmp_path, _NO_TEXT.format(base)))
+    assert report.error == "NoText: <exception str() failed>"
+    assert "train.py" in report.traceback
 
 
 def test_error_is_shown_although_the_hook_exits_and_the_output_is_closed(

@@ -199,7 +199,7 @@ def test_wait_ends_with_its_event_or_its_generation(
         assert running.connection.receive() == Drained(generation=int(is_done))
 
 
-def test_new_assignment_forgets_what_was_stored_until_that_is_told_again() -> None:
+def test_new_assignment_forgets_what_was_stored_until_that_is_reported_again() -> None:
     """A checkpoint of an older generation may have been found damaged."""
     script = """
 session.wait_for_assignment(0)
@@ -264,8 +264,8 @@ def test_worker_that_has_closed_its_connection_tells_why_its_script_failed() -> 
     script = _CLOSES + 'session.report(Failed(error="the reason", traceback="its lines"))'
     with worker(script) as running:
         assert running.finish()[0] == 0
-        told = PROTOCOL.requests.decode(running.board.note(), "the worker")
-    assert told == Failed(error="the reason", traceback="its lines")
+        report = PROTOCOL.requests.decode(running.board.note(), "the worker")
+    assert report == Failed(error="the reason", traceback="its lines")
 
 
 def test_worker_that_needs_the_connection_it_has_closed_ends_and_tells_why() -> None:
@@ -273,6 +273,6 @@ def test_worker_that_needs_the_connection_it_has_closed_ends_and_tells_why() -> 
     other = "opened = [os.open('/dev/null', os.O_RDWR) for _ in range(9)]\n"
     with worker(_CLOSES + other + "session.report(Warm())") as running:
         assert running.finish()[0] == EXIT_CUT_OFF
-        told = PROTOCOL.requests.decode(running.board.note(), "the worker")
-    assert isinstance(told, Failed)
-    assert "os.closerange" in told.error
+        report = PROTOCOL.requests.decode(running.board.note(), "the worker")
+    assert isinstance(report, Failed)
+    assert "os.closerange" in report.error

@@ -108,7 +108,7 @@ def test_hang_of_the_job_before_is_not_enforced_on_the_next() -> None:
     assert outcome(rounds) == ([], [])
 
 
-def test_action_that_the_job_never_takes_is_told_to_people_once_and_still_tried() -> None:
+def test_action_that_the_job_never_takes_is_reported_to_people_once_and_still_tried() -> None:
     """A coordinator that took no writes left a job hanging, and nobody heard of it."""
 
     class Refusing(Enforcer):

@@ -753,7 +753,7 @@ pipe receive 32k <-1  .              .            0.04-1.47
     ],
     ids=["short", "long", "packets lost before", "longer than those take", "too long for packets"],
 )
-def test_message_that_takes_long_is_told_of_later_where_others_did_and_alerted_to_much_later(
+def test_message_that_takes_long_is_reported_later_where_others_did_and_alerted_to_much_later(
     last_ends: str, waits_s: float, advice: Advice | None
 ) -> None:
     """Packets are sent again after 0.2, 0.6, 1.4 and 3 s: people were alerted to a hang by that."""

@@ -173,12 +173,12 @@ def hangs_at(step_of_hang: int) -> Seconds:
     return lambda rank, step: FOREVER_S if (rank, step) == (1, step_of_hang) else 0.5
 
 
-def test_hang_is_told_in_seconds_and_acted_on_with_proof() -> None:
+def test_hang_is_reported_in_seconds_and_acted_on_with_proof() -> None:
     trace = steps(30, hangs_at(30))
     hung_s = float(trace.rows[0][-1][1]["enqueued_s"])
     played = play(trace, until_s=hung_s + 60)
-    told_s = next(at_s for at_s, verdicts in played.readings if verdicts)
-    assert told_s - hung_s <= 4.0
+    reported_s = next(at_s for at_s, verdicts in played.readings if verdicts)
+    assert reported_s - hung_s <= 4.0
     restarted_s = played.first_s(ActionKind.RESTART_WORKER)
     assert 30.0 <= restarted_s - hung_s <= 45.0
     assert len(played.interventions) == 1

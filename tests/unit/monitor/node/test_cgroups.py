@@ -27,7 +27,7 @@ def test_version_2(tmp_path: Path) -> None:
     assert cgroups.memory_held_nbytes(files) == 500
 
 
-def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
+def test_version_1_next_to_an_empty_version_2(tmp_path: Path) -> None:
     proc, mount = tmp_path / "proc", tmp_path / "cgroup"
     write(proc / "41" / "cgroup", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
     write(mount / "unified/cgroup.controllers", "\n")

@@ -77,7 +77,7 @@ def test_burst_is_read_completely_though_one_of_its_records_is_being_written(rin
     source.close()
 
 
-def test_new_ring_is_read_once_beside_a_busy_one(
+def test_new_ring_is_read_once_next_to_a_busy_one(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = RingSource(job_directory("run7"))

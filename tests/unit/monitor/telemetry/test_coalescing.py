@@ -11,7 +11,7 @@ from keepstep.monitor.telemetry.coalescing import CoalescingHooks
 from keepstep.monitor.telemetry.native import NativeRecorder
 
 
-class Told:
+class Recorder:
     """Stands for the native recorder."""
 
     def __init__(self) -> None:
@@ -22,40 +22,40 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    told = Told()
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
 
     def start(group: object, device: object) -> None:
-        told.log.append("start")
+        recorder.log.append("start")
 
     def end(group: object, device: object) -> str:
-        told.log.append("end")
+        recorder.log.append("end")
         if device == "broken":
             raise RuntimeError("the launch failed")
         return "work"
 
     monkeypatch.setattr(dist.ProcessGroup, "_start_coalescing", start)
     monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", end)
-    return told
+    return recorder
 
 
-def test_thread_is_coalescing_from_start_to_end(told: Told) -> None:
+def test_thread_is_coalescing_from_start_to_end(recorder: Recorder) -> None:
     group = cast(Any, dist.ProcessGroup)
-    hooks = CoalescingHooks(cast(NativeRecorder, told))
+    hooks = CoalescingHooks(cast(NativeRecorder, recorder))
     group._start_coalescing(None, "cuda")
     assert group._end_coalescing(None, "cuda") == "work"
-    assert told.log == ["start", True, "end", False]
+    assert recorder.log == ["start", True, "end", False]
     group._start_coalescing(None, "cuda")
     with pytest.raises(RuntimeError, match="the launch failed"):
         group._end_coalescing(None, "broken")
-    assert told.log[-2:] == ["end", False]
+    assert recorder.log[-2:] == ["end", False]
     hooks.remove()
 
 
-def test_removed_hooks_leave_what_was_there_before_and_after_them(told: Told) -> None:
+def test_removed_hooks_leave_what_was_there_before_and_after_them(recorder: Recorder) -> None:
     group = cast(Any, dist.ProcessGroup)
     start, end = group._start_coalescing, group._end_coalescing
-    hooks = CoalescingHooks(cast(NativeRecorder, told))
+    hooks = CoalescingHooks(cast(NativeRecorder, recorder))
     assert group._start_coalescing is not start
 
     def later(group: object, device: object) -> None:

@@ -158,7 +158,7 @@ def test_sources_compile_without_a_warning(
         compile_with(*compiler, *STRICT, *WITH_TORCH, "-c", source, "-o", tmp_path / source.stem)
 
 
-def test_library_is_built_anew_when_any_of_its_sources_changes(
+def test_library_is_built_again_when_any_of_its_sources_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(SOURCES, tmp_path / "native")
@@ -171,7 +171,7 @@ def test_library_is_built_anew_when_any_of_its_sources_changes(
     assert len(paths) == len(sources) + 1
 
 
-def test_nccl_is_told_of_the_library_unless_the_user_named_another(tmp_path: Path) -> None:
+def test_nccl_knows_the_library_unless_the_user_named_another(tmp_path: Path) -> None:
     ours, theirs = str(library_path()), str(tmp_path / "libnccl-profiler.so")
     outdated = str(library_path().with_name("operations-of-another-version.so"))
     for named, expected in ((None, ours), (theirs, theirs), ("none", "none"), (outdated, ours)):

@@ -43,7 +43,7 @@ def test_pages_that_ask_at_once_or_soon_after_share_an_answer() -> None:
 
 
 def test_answer_that_takes_longer_than_it_stays_fresh_is_computed_once() -> None:
-    """Each second began it anew, and the thread that diagnoses had ever more of it to do."""
+    """Each second restarted it, and the thread that diagnoses had ever more of it to do."""
 
     async def check() -> None:
         now_s = [0.0]

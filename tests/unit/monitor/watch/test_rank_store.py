@@ -56,7 +56,7 @@ def test_dropped_ranks_are_forgotten() -> None:
         store.received_at_s(0)
 
 
-def test_new_writer_of_a_rank_is_told() -> None:
+def test_new_writer_of_a_rank_is_reported() -> None:
     store = RankStore("here", WatchLimits())
     assert not store.merge(LOCAL, operations(5), 1.0)
     assert not store.merge(LOCAL, operations(5), 1.0)

@@ -1,4 +1,4 @@
-"""Claims about how a leak of the GPU's memory is told."""
+"""Claims about how a leak of the GPU's memory is recognized."""
 
 from ops.gpu.rebuilding_groups import fall
 

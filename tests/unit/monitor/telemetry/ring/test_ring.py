@@ -252,7 +252,7 @@ def test_table_of_communicators_holds_exactly_its_capacity(ring: Ring) -> None:
     )
     longer = Communicator(3, "x" * (half - line_nbytes + 1), (0,))
     assert ring.add_communicator(first)
-    # It would fit alone, and is one byte too long beside the first.
+    # It would fit alone, and is one byte too long next to the first.
     assert not ring.add_communicator(longer)
     assert ring.add_communicator(second)
     assert not ring.add_communicator(Communicator(4, "", (0,)))
