@@ -14,7 +14,7 @@ over any number of ranks:
 - A snapshot begins only if the last one is committed, or is discarded by all ranks.
 - A snapshot is discarded only if a rank's copy of it was torn; and after the next step all ranks
   have discarded it, so that none waits for a commit that never comes.
-- After a final agreement (`LoopDone`) that discards nothing no rank's copy is torn.
+- After a final agreement (`LOOP_DONE`) that discards nothing no rank's copy is torn.
 """
 
 from __future__ import annotations
@@ -170,35 +170,10 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """A step begins: until `StepDone` all ranks run the same collectives."""
+    """A step begins: until `STEP_DONE` all ranks run the same collectives."""
 
     stops: bool = False
     """This rank wants it to be the last of the pass over the data."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardDone:
-    """The model has computed a forward pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTorn:
-    """The copy of the last snapshot is complete, and torn."""
-
-
-@dataclass(frozen=True, slots=True)
-class BeforeWrite:
-    """An optimizer is about to write; the last copy is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class WritesOver:
-    """The step's code has ended; the last copy is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopDone:
-    """The state does not change any more; its copy is complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,28 +184,30 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """A step is completed; no reduction is under way."""
-
-
-@dataclass(frozen=True, slots=True)
 class SnapshotBegan:
     """A snapshot of the state after `step` has begun."""
 
     step: int
 
 
-Event: TypeAlias = (
-    StepBegan
-    | ForwardDone
-    | CopyTorn
-    | BeforeWrite
-    | WritesOver
-    | LoopDone
-    | Reduced
-    | StepDone
-    | SnapshotBegan
-)
+class Moment(Enum):
+    """An event that says no more than that it is one."""
+
+    FORWARD_DONE = auto()
+    """The model has computed a forward pass."""
+    COPY_TORN = auto()
+    """The copy of the last snapshot is complete, and torn."""
+    BEFORE_WRITE = auto()
+    """An optimizer is about to write; the last copy is complete."""
+    WRITES_OVER = auto()
+    """The step's code has ended; the last copy is complete."""
+    STEP_DONE = auto()
+    """A step is completed; no reduction is under way."""
+    LOOP_DONE = auto()
+    """The state does not change any more; its copy is complete."""
+
+
+Event: TypeAlias = StepBegan | SnapshotBegan | Reduced | Moment
 
 
 def advance(state: Agreement, event: Event) -> Agreement:
@@ -241,26 +218,26 @@ def advance(state: Agreement, event: Event) -> Agreement:
             is_open = state.phase in (Phase.OUTSIDE, Phase.OPEN)
             phase = Phase.OPEN if is_open else Phase.EARLY
             return replace(state, phase=phase, wants_stop=stops)
-        case ForwardDone() if state.phase is Phase.OPEN:
+        case Moment.FORWARD_DONE if state.phase is Phase.OPEN:
             return _reducing(state, Phase.EARLY)
-        case ForwardDone():
+        case Moment.FORWARD_DONE:
             return state
-        case CopyTorn():
+        case Moment.COPY_TORN:
             fate = Fate.DISCARDED if state.fate is Fate.DISCARDED else Fate.TORN
             return replace(state, fate=fate, copies_synchronously=True)
-        case BeforeWrite():
+        case Moment.BEFORE_WRITE:
             written = replace(state, is_written=True)
             if state.phase in (Phase.OUTSIDE, Phase.OPEN):
                 return _reducing(written, Phase.LATE)
             return _repeated(written)
-        case WritesOver():
+        case Moment.WRITES_OVER:
             return _repeated(state)
-        case LoopDone():
+        case Moment.LOOP_DONE:
             return _reducing(state, Phase.LATE)
         case Reduced(result=result):
             fate = state.fate if result.is_whole else Fate.DISCARDED
             return replace(state, result=result, fate=fate)
-        case StepDone():
+        case Moment.STEP_DONE:
             return replace(
                 state,
                 phase=Phase.OUTSIDE,

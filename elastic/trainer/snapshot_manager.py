@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,44 +27,24 @@ from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.trainer.snapshot_agreement import (
     Agreement,
-    BeforeWrite,
-    CopyTorn,
     Event,
     Fate,
     Final,
-    ForwardDone,
-    LoopDone,
+    Moment,
     Phase,
     Reduced,
     SnapshotBegan,
     StepBegan,
-    StepDone,
     Votes,
-    WritesOver,
     advance,
 )
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import Assignment
 from keepstep.elastic.worker.peer_failure import is_peer_failure
+from keepstep.elastic.worker.session import Session
 
 log = logging.getLogger("keepstep")
-
-
-class CommitView(Protocol):
-    """This rank's knowledge of its generation: see `Session`."""
-
-    def is_committed(self, step: int) -> bool:
-        """Whether a snapshot of `step` or later is known to be committed."""
-        ...
-
-    def is_closing(self, generation: int) -> bool:
-        """Whether the generation is known to close."""
-        ...
-
-    def may_seal(self, generation: int) -> bool:
-        """Whether a copy that is complete is what training computed, and not an abort's garbage."""
-        ...
 
 
 class SnapshotManager:
@@ -75,7 +54,7 @@ class SnapshotManager:
         training: the state.
         device: where it is.
         assignment: the generation. Without a snapshot server in it nothing is copied.
-        session: what this rank knows of the generation.
+        session: with the agent.
         interval: how often a snapshot is wanted.
         step: the step that the state was restored at.
         copies_synchronously: training waits for each copy from the beginning.
@@ -87,7 +66,7 @@ class SnapshotManager:
         training: TrainingState,
         device: torch.device,
         assignment: Assignment,
-        session: CommitView,
+        session: Session,
         interval: SnapshotInterval,
         step: int = 0,
         copies_synchronously: bool = False,
@@ -153,9 +132,9 @@ class SnapshotManager:
         if self._agreement.phase is Phase.EARLY:
             # No optimizer has written here. Others' may have, and they have agreed again.
             self._wait()
-            self._apply(WritesOver())
+            self._apply(Moment.WRITES_OVER)
             self._receive_result()
-        self._apply(StepDone())
+        self._apply(Moment.STEP_DONE)
         return self._agreement.outcome.takes_snapshot
 
     def take_agreed(self, position: Position) -> None:
@@ -203,7 +182,7 @@ class SnapshotManager:
         """
         try:
             self.seal_before_closing(position, wait_for_commit)
-            self._apply(LoopDone())
+            self._apply(Moment.LOOP_DONE)
             self._receive_result()
             if self._agreement.fate is Fate.DISCARDED:
                 self._retake(position)
@@ -230,7 +209,7 @@ class SnapshotManager:
     def _after_forward(self, *_: object) -> None:
         # A graph that is compiled whole has no place for this: it begins before the optimizer then.
         if not torch.compiler.is_compiling():
-            self._apply(ForwardDone())
+            self._apply(Moment.FORWARD_DONE)
 
     def _before_write(self) -> None:
         began_s = time.monotonic()
@@ -240,7 +219,7 @@ class SnapshotManager:
                 self._snapshot_interval.note_snapshot(self._blocked_s + time.monotonic() - began_s)
                 self._blocked_s = 0.0
             self._receive_result()
-        self._apply(BeforeWrite())
+        self._apply(Moment.BEFORE_WRITE)
 
     def _apply(self, event: Event) -> None:
         before, self._agreement = self._agreement, advance(self._agreement, event)
@@ -313,7 +292,7 @@ class SnapshotManager:
                     "the state only inside `with job.step()`",
                     changed,
                 )
-            self._apply(CopyTorn())
+            self._apply(Moment.COPY_TORN)
 
     def _are_all(self, holds: bool) -> bool:
         """Return whether something holds on all ranks; a collective."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import Assignment
+from keepstep.elastic.worker.session import Session
 from tests.adaptive_timeouts import patient
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "layouts"))
@@ -220,7 +221,7 @@ class Rank:
             training=training,
             device=world.device,
             assignment=assignment,
-            session=AllCommitted(),
+            session=cast(Session, AllCommitted()),
             interval=SnapshotInterval(1, 0.0),
             step=position.step,
         )

@@ -12,21 +12,16 @@ from hypothesis import strategies as st
 from keepstep.elastic.trainer.snapshot_agreement import (
     NO_SNAPSHOT,
     Agreement,
-    BeforeWrite,
-    CopyTorn,
     Event,
     Fate,
     Final,
-    ForwardDone,
-    LoopDone,
+    Moment,
     Outcome,
     Phase,
     Reduced,
     SnapshotBegan,
     StepBegan,
-    StepDone,
     Votes,
-    WritesOver,
     advance,
 )
 
@@ -128,7 +123,7 @@ class Rank:
         self.copy.is_complete = True
         self.copy.is_torn = self._job.mishap()
         if self.copy.is_torn:
-            self.apply(CopyTorn())
+            self.apply(Moment.COPY_TORN)
 
     def receive(self) -> Iterator[None]:
         if self.state.reductions == 0 or self.state.result is not None:
@@ -167,17 +162,17 @@ class Rank:
                 yield
         yield from self.seal(step)
         if not self.state.outcome.is_ending:
-            self.apply(LoopDone())
+            self.apply(Moment.LOOP_DONE)
             yield from self.receive()
 
     def compute(self, step: int) -> Iterator[None]:
         if self._job.forwards and self._job.mishap():
             # The script writes outside of steps, where other ranks may not.
             self.wait_for_copy()
-            self.apply(BeforeWrite())
+            self.apply(Moment.BEFORE_WRITE)
         self.apply(StepBegan(stops=self._job.mishap()))
         for _ in range((1 + self._job.chance()) * self._job.forwards):
-            self.apply(ForwardDone())
+            self.apply(Moment.FORWARD_DONE)
             yield
         # Without a hook after the forward pass all ranks write: nothing else begins a reduction.
         is_skipped = self._job.forwards and self._job.mishap()
@@ -185,14 +180,14 @@ class Rank:
             self.wait_for_copy()
             if not self.state.is_written:
                 yield from self.receive()
-            self.apply(BeforeWrite())
+            self.apply(Moment.BEFORE_WRITE)
             yield
         yield from self.receive()
         if self.state.phase is Phase.EARLY:
             self.wait_for_copy()
-            self.apply(WritesOver())
+            self.apply(Moment.WRITES_OVER)
             yield from self.receive()
-        self.apply(StepDone())
+        self.apply(Moment.STEP_DONE)
 
     def seal(self, step: int) -> Iterator[None]:
         while True:
@@ -257,39 +252,47 @@ def test_in_any_order_of_events_all_ranks_agree_and_none_keeps_what_another_tore
 )
 def test_outcome_of_a_step_is_what_all_ranks_say(result: Votes, outcome: Outcome) -> None:
     state = Agreement()
-    for event in (StepBegan(), ForwardDone(), Reduced(result), StepDone()):
+    for event in (StepBegan(), Moment.FORWARD_DONE, Reduced(result), Moment.STEP_DONE):
         state = advance(state, event)
     assert state.outcome == outcome
-    assert advance(state, StepDone()).outcome == Outcome(), "another step has another outcome"
+    assert advance(state, Moment.STEP_DONE).outcome == Outcome(), "another step has another outcome"
+
+
+def test_a_rank_votes_for_what_it_knows() -> None:
+    state = advance(Agreement(), StepBegan(stops=True))
+    assert state.vote(is_wanted=True, is_committed=False, is_closing=True) == replace(
+        ALL, is_committed=False, generation_continues=False, pass_continues=False
+    )
+    assert Agreement().vote(is_wanted=True, is_committed=True, is_closing=False) == ALL
 
 
 def test_what_an_optimizer_has_begun_to_change_is_not_sealed() -> None:
-    state = advance(advance(Agreement(), StepBegan()), BeforeWrite())
+    state = advance(advance(Agreement(), StepBegan()), Moment.BEFORE_WRITE)
     assert state.before_end(1, is_committed=True) is Final.NOTHING
-    assert advance(state, StepDone()).before_end(1, is_committed=True) is Final.BEGIN
-    assert advance(state, StepDone()).before_end(0, is_committed=True) is Final.NOTHING
+    assert advance(state, Moment.STEP_DONE).before_end(1, is_committed=True) is Final.BEGIN
+    assert advance(state, Moment.STEP_DONE).before_end(0, is_committed=True) is Final.NOTHING
 
 
 def test_a_rank_whose_copy_is_torn_waits_for_no_commit_of_it() -> None:
     """A step without a reduction, of a model compiled whole that overflowed, tells nobody."""
     state = Agreement()
-    for event in (SnapshotBegan(1), CopyTorn(), StepBegan(), StepDone()):
+    for event in (SnapshotBegan(1), Moment.COPY_TORN, StepBegan(), Moment.STEP_DONE):
         state = advance(state, event)
     assert state.before_end(2, is_committed=False) is Final.NOTHING
 
 
 def test_ranks_agree_again_beside_the_optimizer_if_the_commit_was_not_known() -> None:
     state = Agreement()
-    for event in (StepBegan(), ForwardDone(), Reduced(replace(ALL, is_committed=False))):
+    for event in (StepBegan(), Moment.FORWARD_DONE, Reduced(replace(ALL, is_committed=False))):
         state = advance(state, event)
-    again = advance(state, BeforeWrite())
+    again = advance(state, Moment.BEFORE_WRITE)
     assert (again.phase, again.reductions, again.result) == (Phase.LATE, 2, None)
-    assert advance(again, BeforeWrite()).reductions == 2
-    assert advance(replace(state, result=ALL), BeforeWrite()).reductions == 1
+    assert advance(again, Moment.BEFORE_WRITE).reductions == 2
+    assert advance(replace(state, result=ALL), Moment.BEFORE_WRITE).reductions == 1
 
 
 def test_a_torn_copy_makes_all_later_ones_synchronous() -> None:
-    state = advance(advance(Agreement(), SnapshotBegan(1)), CopyTorn())
+    state = advance(advance(Agreement(), SnapshotBegan(1)), Moment.COPY_TORN)
     assert (state.fate, state.copies_synchronously) == (Fate.TORN, True)
     state = advance(state, SnapshotBegan(2))
     assert (state.fate, state.copies_synchronously) == (Fate.EXPECTED, True)
