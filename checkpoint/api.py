@@ -19,6 +19,7 @@ from keepstep.checkpoint.format.layout.completeness import (
     Requested,
 )
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.format.layout.location import split_format_prefix
 from keepstep.checkpoint.format.layout.quantized import is_quantized
 from keepstep.checkpoint.format.stored.chunking import Compression
 from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
@@ -259,21 +260,16 @@ def load_state(
     fallback: bool = False,
 ) -> LoadReport:
     """Fill `state` from a checkpoint, as `load` does, and return what it was filled from."""
-
-    if _has_prefix(url):
-        # What reads other tools' checkpoints is imported only where one is read.
-        from keepstep.checkpoint.ranks.foreign_load import load_named
-
-        if loaded := load_named(url, state, options, group, step):
-            return loaded
+    location = split_format_prefix(url)
     # It sends no request: if it fails, it does so on all ranks.
-    storage = open_storage(url)
-    found = find_together(storage, group, step)
+    storage = open_storage(location.url)
+    found = find_together(storage, group, step) if location.format is None else None
     if found is None:
-        from keepstep.checkpoint.ranks.foreign_load import load_found
+        # The readers of other tools' checkpoints are imported only where one is read.
+        from keepstep.checkpoint.ranks.foreign_load import load_foreign
 
-        if loaded := load_found(url, state, options, group, step):
-            return loaded
+        if report := load_foreign(location, state, options, group, step):
+            return report
         raise missing(storage, step)
 
     def load_one(stored: StoredStep) -> LoadReport:
@@ -285,12 +281,6 @@ def load_state(
     older = (s for s in older_steps(storage, found.stored, group) if step in (None, s.step))
     tried = itertools.chain([found.stored], older if fallback else ())
     return load_newest_intact(url, tried, load_one, group).result
-
-
-def _has_prefix(url: str) -> bool:
-    """Return whether a word and a colon come before what may be a URL, as in `deepspeed:/path`."""
-    prefix, _, rest = url.partition(":")
-    return bool(rest) and not rest.startswith("//") and "/" not in prefix
 
 
 def _load_stored(

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
 from keepstep.checkpoint.convert.read.rank_cuts import RankRules
-from keepstep.checkpoint.convert.read.recognition import Format
-from keepstep.checkpoint.convert.write.opened import Opened, locate, open_place
+from keepstep.checkpoint.convert.write.opened import Opened, locate, open_location
+from keepstep.checkpoint.format.layout.location import Format, Location
 
 
 def open_any(url: str, parameter_names: Sequence[str] | None = None) -> Opened:
-    """Open the checkpoint at a URL. Raises what `locate` and `open_place` do."""
-    return open_place(locate(url), parameter_names)
+    """Open the checkpoint at a URL. Raises what `locate` and `open_location` do."""
+    return open_location(locate(url), parameter_names)
 
 
 def open_foreign(
@@ -23,4 +23,4 @@ def open_foreign(
     rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Open another tool's checkpoint. Raises what `locate_foreign` and `open_located` do."""
-    return open_located(url, locate_foreign(url, form), parameter_names, rank_rules)
+    return open_located(locate_foreign(Location(url, form)), parameter_names, rank_rules)

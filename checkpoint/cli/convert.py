@@ -18,7 +18,6 @@ from rich.text import Text
 
 from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
 from keepstep.checkpoint.convert.read.foreign_source import LeftOut
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.convert.write.conversion import (
     Target,
     convert,
@@ -28,7 +27,7 @@ from keepstep.checkpoint.convert.write.conversion import (
     target_at,
     work_nbytes,
 )
-from keepstep.checkpoint.convert.write.opened import Opened, Place, locate
+from keepstep.checkpoint.convert.write.opened import Opened, locate
 from keepstep.checkpoint.convert.write.request import ConversionRequest, configuration
 from keepstep.checkpoint.convert.write.rules_given import report
 from keepstep.checkpoint.convert.write.selection import Selection
@@ -37,6 +36,7 @@ from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.documents import CONFIG
+from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.layout.quantized import FLOATS
 
 _MOST_BY_NAME = 3
@@ -191,7 +191,9 @@ def convert_command(
             )
     names = _names_in(parameter_names)
     request = ConversionRequest(
-        place=locate(source, None if source_format is None else Format(source_format), step=step),
+        location=locate(
+            source, None if source_format is None else Format(source_format), step=step
+        ),
         parameter_names=names,
         keeps_wrappers=keep_wrapper_names,
         rules=given_rules,
@@ -201,11 +203,11 @@ def convert_command(
     )
     with ExitStack() as trusted_file:
         made: tuple[LeftOut, ...] = ()
-        code = code_in(request.place) if trust else ()
+        code = code_in(request.location) if trust else ()
         if trust:
             echo(f"running code that {source} names: {', '.join(code) or 'none'}", err=True)
-            trusted = trusted_file.enter_context(run_code(request.place))
-            request, made = replace(request, place=trusted.place), trusted.left_out
+            trusted = trusted_file.enter_context(run_code(request.location))
+            request, made = replace(request, location=trusted.location), trusted.left_out
         opened = _opened(request)
         opened = replace(opened, left_out=(*opened.left_out, *made))
         chosen = request.select(opened)
@@ -248,7 +250,7 @@ def convert_command(
         )
     for line in by_parts(done.left_out):
         echo(f"left out: {line}", err=True)
-    if done.left_out and not trust and (names_of_code := _code_in(request.place)):
+    if done.left_out and not trust and (names_of_code := _code_in(request.location)):
         echo(f"--trust would run code that it names: {', '.join(names_of_code)}", err=True)
     echo(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
@@ -289,7 +291,7 @@ def _opened(request: ConversionRequest) -> Opened:
     try:
         return request.open()
     except FormatUnsupported as error:
-        code = _code_in(request.place)
+        code = _code_in(request.location)
         if not code:
             raise
         raise FormatUnsupported(
@@ -297,10 +299,10 @@ def _opened(request: ConversionRequest) -> Opened:
         ) from None
 
 
-def _code_in(place: Place) -> tuple[str, ...]:
+def _code_in(location: Location) -> tuple[str, ...]:
     """Return the result of `code_in`; nothing for a file in which the code is not known."""
     try:
-        return code_in(place)
+        return code_in(location)
     except CheckpointError:
         return ()
 
@@ -339,7 +341,7 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
     Exit status 1 if a tensor matches no rule, or several.
     """
     request = ConversionRequest(
-        place=locate(source, step=step), rules=given, config=configuration_in(config)
+        location=locate(source, step=step), rules=given, config=configuration_in(config)
     )
     opened = request.open_as_spelled()
     found = report(given, opened.source, configuration(opened, request.config))

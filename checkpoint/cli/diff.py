@@ -8,10 +8,10 @@ import click
 
 from keepstep.checkpoint.cli.convert import configuration_in
 from keepstep.checkpoint.cli.output import echo, print_json
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.convert.write.comparison import compare_any
 from keepstep.checkpoint.convert.write.opened import locate
 from keepstep.checkpoint.convert.write.request import ConversionRequest
+from keepstep.checkpoint.format.layout.location import Format
 
 
 @click.command()
@@ -43,18 +43,18 @@ def diff(
 
     A format may precede a URL, as in deepspeed:/path.
     """
-    places = locate(first, step=first_step), locate(second, step=second_step)
+    locations = locate(first, step=first_step), locate(second, step=second_step)
     # Names are compared as `convert` gives them; those of two stored checkpoints as they are
     # stored.
-    is_stored = all(place.form == Format.UNIVERSAL for place in places) and rules is None
+    is_stored = all(location.format == Format.UNIVERSAL for location in locations) and rules is None
     before, after = (
         ConversionRequest(
-            place=place,
+            location=location,
             keeps_wrappers=is_stored,
-            rules=rules if place is places[0] else None,
+            rules=rules if location is locations[0] else None,
             config=configuration_in(config),
         ).open()
-        for place in places
+        for location in locations
     )
     difference = compare_any(before.source, after.source)
     if as_json:

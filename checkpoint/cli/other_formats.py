@@ -16,19 +16,17 @@ from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress
 from keepstep.checkpoint.convert.read.files import open_files
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import (
-    NamedForeign,
     all_foreign,
     files_of,
-    format_before,
-    found_foreign,
+    find_foreign,
     locate_foreign,
     open_located,
 )
-from keepstep.checkpoint.convert.read.recognition import Format, Recognized
 from keepstep.checkpoint.convert.write.conversion import nbytes_of
 from keepstep.checkpoint.convert.write.verification import nbytes_of_files, verify_foreign
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.format.layout.documents import CONFIG
+from keepstep.checkpoint.format.layout.location import Format, Location, split_format_prefix
 from keepstep.checkpoint.format.stored.steps import newest
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.stored_json import to_strict_json
@@ -43,7 +41,7 @@ FROM = click.option(
 )
 
 
-def other_format(url: str, form: str | None) -> NamedForeign | None:
+def other_format(url: str, form: str | None) -> Location | None:
     """Return the checkpoint that a user names if it is another tool's; None if it is keepstep's.
 
     Args:
@@ -53,17 +51,11 @@ def other_format(url: str, form: str | None) -> NamedForeign | None:
     Raises:
         FormatUnsupported: two formats are given.
     """
-    if named := format_before(url):
-        if form not in (None, named.form):
-            raise FormatUnsupported(
-                f"{url}: the format is given as {named.form} and as {form}; give one"
-            )
-        return named
-    if form is not None:
-        return None if form == Format.UNIVERSAL else NamedForeign(url, Format(form))
-    if newest(open_storage(url)) is None and found_foreign(url) is not None:
-        return NamedForeign(url, None)
-    return None
+    named = split_format_prefix(url, None if form is None else Format(form))
+    if named.format is not None:
+        return None if named.format == Format.UNIVERSAL else named
+    is_foreign = newest(open_storage(url)) is None and find_foreign(url) is not None
+    return named if is_foreign else None
 
 
 def what_is_at(url: str) -> str:
@@ -75,7 +67,7 @@ def what_is_at(url: str) -> str:
     alone = [
         name
         for name in files.names[:_MOST_LOOKED_AT]
-        if "/" not in name and found_foreign(f"{url}/{name}") is not None
+        if "/" not in name and find_foreign(f"{url}/{name}") is not None
     ]
     if alone:
         more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
@@ -87,20 +79,20 @@ def what_is_at(url: str) -> str:
     return f"the folder has {len(files.names)} files of no known format: {shown}"
 
 
-def list_others(named: NamedForeign, *, as_json: bool) -> None:
+def list_others(named: Location, *, as_json: bool) -> None:
     """Print the checkpoints of other tools at a URL; the one that the URL opens comes first.
 
     Raises:
         CheckpointMissing: none of them can be read.
     """
-    opened: list[tuple[Recognized, ForeignCheckpoint]] = []
+    opened: list[tuple[Location, ForeignCheckpoint]] = []
     damaged: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     for found in _all(named):
         try:
-            opened.append((found, open_located(named.url, found)))
+            opened.append((found, open_located(found)))
         except (CheckpointDamaged, CheckpointMissing) as error:
-            if not _is_removed(named.url, found):
+            if not _is_removed(found):
                 damaged[_name(found)] = str(error)
         except FormatUnsupported as error:
             unsupported[_name(found)] = str(error)
@@ -140,10 +132,10 @@ def list_others(named: NamedForeign, *, as_json: bool) -> None:
         raise CheckpointMissing(f"there is no readable checkpoint at {named.url}")
 
 
-def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
+def show_other(named: Location, *, documents: bool, as_json: bool) -> None:
     """Print the tensors of a checkpoint of another tool, and the parts that are not carried."""
-    found = locate_foreign(named.url, named.form)
-    checkpoint = open_located(named.url, found)
+    found = locate_foreign(named)
+    checkpoint = open_located(found)
     numbers = _numbers(checkpoint)
     left_out = [f"{item.name}: {item.reason}" for item in checkpoint.left_out]
     if as_json:
@@ -187,7 +179,7 @@ def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
         echo(f"left out: {line}")
 
 
-def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> None:
+def verify_others(named: Location, *, everything: bool, as_json: bool) -> None:
     """Read every byte of checkpoints of other tools; exit status 1 if one is damaged or not read.
 
     Args:
@@ -201,13 +193,13 @@ def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> No
     results: dict[str, str | None] = {}
     unsupported: dict[str, str] = {}
     checked: dict[str, object] = {}
-    wanted = _all(named) if everything else (locate_foreign(named.url, named.form),)
+    wanted = _all(named) if everything else (locate_foreign(named),)
     for found in wanted:
         name = _name(found)
         try:
-            nbytes = nbytes_of_files(named.url, found)
+            nbytes = nbytes_of_files(found)
             with progress(name, nbytes, quiet=as_json) as report:
-                verified = verify_foreign(named.url, found, report)
+                verified = verify_foreign(found, report)
             results[name] = None
             checked[name] = {
                 "format": found.format,
@@ -218,7 +210,7 @@ def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> No
             }
             line = verified.line()
         except (CheckpointDamaged, CheckpointMissing) as error:
-            if _is_removed(named.url, found):
+            if _is_removed(found):
                 continue
             results[name] = line = str(error)
         except FormatUnsupported as error:
@@ -234,20 +226,20 @@ def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> No
         sys.exit(1)
 
 
-def _all(named: NamedForeign) -> Sequence[Recognized]:
-    found = [each for each in all_foreign(named.url) if named.form in (None, each.format)]
-    return found or [locate_foreign(named.url, named.form)]
+def _all(named: Location) -> Sequence[Location]:
+    found = [each for each in all_foreign(named.url) if named.format in (None, each.format)]
+    return found or [locate_foreign(named)]
 
 
-def _is_removed(url: str, found: Recognized) -> bool:
+def _is_removed(found: Location) -> bool:
     """Return whether a checkpoint is gone: another process has removed it."""
     try:
-        return not files_of(url, found).names
+        return not files_of(found).names
     except CheckpointMissing:
         return True
 
 
-def _name(found: Recognized) -> str:
+def _name(found: Location) -> str:
     return found.file_name or found.directory.rstrip("/") or "."
 
 

@@ -11,9 +11,7 @@ import logging
 from dataclasses import replace
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, summary
-from keepstep.checkpoint.convert.read.opening import NamedForeign, format_before
 from keepstep.checkpoint.convert.read.rank_cuts import RankRules
-from keepstep.checkpoint.convert.read.recognition import Recognized
 from keepstep.checkpoint.convert.write.dequantized import (
     Dequantized,
     dequantized,
@@ -28,6 +26,7 @@ from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import (
     Requested,
 )
+from keepstep.checkpoint.format.layout.location import Location
 from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.stored_json import to_strict_json
@@ -50,22 +49,27 @@ from keepstep.checkpoint.ranks.shared_foreign import find_foreign_together, open
 log = logging.getLogger("keepstep")
 
 
-def load_named(
-    url: str, state: StateMapping, options: LoadOptions, group: ControlGroup, step: int | None
+def load_foreign(
+    location: Location,
+    state: StateMapping,
+    options: LoadOptions,
+    group: ControlGroup,
+    step: int | None,
 ) -> LoadReport | None:
-    """Load the checkpoint of another tool that a URL names with its format; None if it does not."""
-    named = format_before(url)
-    return None if named is None else _load_foreign(named, None, state, options, group, step)
-
-
-def load_found(
-    url: str, state: StateMapping, options: LoadOptions, group: ControlGroup, step: int | None
-) -> LoadReport | None:
-    """Load the checkpoint of another tool that rank 0 finds at a URL; None if it finds none."""
-    found = find_foreign_together(url, group, step)
-    if found is None:
-        return None
-    return _load_foreign(NamedForeign(url, None), found, state, options, group, step)
+    """Load another tool's checkpoint; None if none is found at a location without a format."""
+    found = None
+    if location.format is None:
+        found = find_foreign_together(location.url, group, step)
+        if found is None:
+            return None
+    of_ranks = group.run_on_all_ranks(lambda: _rank_rules(options))
+    # Rules lead to the module's names from others.
+    orders = None if options.rules else group.run_on_all_ranks(lambda: optimizer_orders(state))
+    source = open_foreign_together(
+        location, group, found, step=step, parameter_names=orders, rank_rules=of_ranks
+    )
+    opened = Opened(source, source.format_name, source.left_out)
+    return _load_by_each(opened, source.url, state, options, group)
 
 
 def load_stored_by_each(
@@ -77,24 +81,6 @@ def load_stored_by_each(
 ) -> LoadReport:
     """Load a checkpoint of keepstep's own, of which each rank reads what it wants."""
     return _load_by_each(Opened(source, "keepstep"), url, state, options, group)
-
-
-def _load_foreign(
-    named: NamedForeign,
-    found: Recognized | None,
-    state: StateMapping,
-    options: LoadOptions,
-    group: ControlGroup,
-    step: int | None,
-) -> LoadReport:
-    of_ranks = group.run_on_all_ranks(lambda: _rank_rules(options))
-    # Rules lead to the module's names from others.
-    orders = None if options.rules else group.run_on_all_ranks(lambda: optimizer_orders(state))
-    source = open_foreign_together(
-        named, group, found, step=step, parameter_names=orders, rank_rules=of_ranks
-    )
-    opened = Opened(source, source.format_name, source.left_out)
-    return _load_by_each(opened, source.url, state, options, group)
 
 
 def _load_by_each(

@@ -10,23 +10,18 @@ import json
 from collections.abc import Callable
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.convert.read.opening import (
-    NamedForeign,
-    found_foreign,
-    locate_foreign,
-    open_located,
-)
+from keepstep.checkpoint.convert.read.opening import find_foreign, locate_foreign, open_located
 from keepstep.checkpoint.convert.read.rank_cuts import RankRules
-from keepstep.checkpoint.convert.read.recognition import Format, Recognized
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.format.layout.boxes import Json
+from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 
 
 def find_foreign_together(
     url: str, group: ControlGroup, step: int | None = None
-) -> Recognized | None:
+) -> Location | None:
     """Return the checkpoint of another tool that rank 0 finds at a URL; None if it finds none.
 
     Args:
@@ -37,13 +32,13 @@ def find_foreign_together(
     Raises:
         CheckpointError: rank 0 could not look; on all ranks.
     """
-    return _from_rank_0(lambda: found_foreign(url, step), group)
+    return _from_rank_0(lambda: find_foreign(url, step), url, group)
 
 
 def open_foreign_together(
-    named: NamedForeign,
+    location: Location,
     group: ControlGroup,
-    found: Recognized | None = None,
+    found: Location | None = None,
     *,
     step: int | None = None,
     parameter_names: ParameterNames = None,
@@ -52,7 +47,7 @@ def open_foreign_together(
     """Open the same checkpoint of another tool on all ranks.
 
     Args:
-        named: the checkpoint.
+        location: its URL, and its format if that is given.
         group: the ranks.
         found: what `find_foreign_together` has returned for it; None for rank 0 to look now.
         step: the step that it must have; None for any.
@@ -66,15 +61,15 @@ def open_foreign_together(
             same ones.
         CheckpointError: another rank could not open it.
     """
-    url = named.url
-    chosen = found or _from_rank_0(lambda: locate_foreign(url, named.form, step), group)
+    url = location.url
+    chosen = found or _from_rank_0(lambda: locate_foreign(location, step), url, group)
     assert chosen is not None
 
     def seen(opened: ForeignCheckpoint) -> Json:
         return [opened.format_name, opened.step, len(opened.foreign_tensors)]
 
     source, seen_by_rank = group.run_and_share(
-        lambda: open_located(url, chosen, parameter_names, rank_rules), seen
+        lambda: open_located(chosen, parameter_names, rank_rules), seen
     )
     for rank, other in zip(group.names, seen_by_rank, strict=True):
         if other != seen_by_rank[0]:
@@ -97,7 +92,9 @@ def _described(seen: Json) -> str:
     return f"{format_name} of step {step} with {tensors} tensors"
 
 
-def _from_rank_0(look: Callable[[], Recognized | None], group: ControlGroup) -> Recognized | None:
+def _from_rank_0(
+    look: Callable[[], Location | None], url: str, group: ControlGroup
+) -> Location | None:
     def read() -> list[bytes]:
         found = look()
         told = None if found is None else [found.format, found.directory, found.file_name]
@@ -105,4 +102,4 @@ def _from_rank_0(look: Callable[[], Recognized | None], group: ControlGroup) -> 
 
     (data,) = group.broadcast(read)
     told = json.loads(bytes(data))
-    return None if told is None else Recognized(Format(told[0]), told[1], told[2])
+    return None if told is None else Location(url, Format(told[0]), told[1], told[2])

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.location import Format
 from keepstep.checkpoint.format.layout.source import BoxRequest, Source
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage

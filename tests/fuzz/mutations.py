@@ -41,7 +41,7 @@ PICKLED = (
     b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff", b"M\xff\xff", b"L" + b"9" * 900 + b"L\n",
     b"I" + b"9" * 5000 + b"\n", b"F1e999\n", b"Fnan\n", b"G\x7f\xf8" + bytes(6),
     b"\x8b\xff\xff\xff\x7f", b"\x8e" + b"\xff" * 8, b"\x96" + b"\xff" * 8, b"T\xff\xff\xff\xff",
-    b"N" + b"2\x86" * 70, b"]" + b"2\x85" * 70, b"]q\x00h\x00a", b"}q\x00(K\x01h\x00u",
+    b"]" + b"2\x85" * 70, b"]q\x00h\x00a", b"}q\x00(K\x01h\x00u",
     b"]" * 300, b"(" * 300, b"\x80\xff", b"\x95" + b"\xff" * 8, b".",
 )  # fmt: skip
 

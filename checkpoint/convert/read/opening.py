@@ -7,7 +7,7 @@ A format is a line in `_READERS`: a function of the checkpoint's files that retu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from keepstep.checkpoint.convert.read.dcp_folders import read_dcp
@@ -20,12 +20,7 @@ from keepstep.checkpoint.convert.read.megatron_core import read_megatron_core
 from keepstep.checkpoint.convert.read.megatron_lm import read_megatron_lm
 from keepstep.checkpoint.convert.read.orbax_folders import read_orbax
 from keepstep.checkpoint.convert.read.rank_cuts import RankRules
-from keepstep.checkpoint.convert.read.recognition import (
-    Format,
-    Recognized,
-    recognize,
-    recognize_all,
-)
+from keepstep.checkpoint.convert.read.recognition import recognize, recognize_all
 from keepstep.checkpoint.convert.read.sharded_files import read_sharded_files
 from keepstep.checkpoint.convert.read.state_dicts import read_state_dicts
 from keepstep.checkpoint.convert.read.training_folders import (
@@ -34,11 +29,12 @@ from keepstep.checkpoint.convert.read.training_folders import (
     read_training_folder,
 )
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ReaderInput:
     """The input of a reader.
 
     Attributes:
@@ -66,7 +62,7 @@ class Opening:
         return self.file_name
 
 
-Reader = Callable[[Opening], ForeignCheckpoint]
+Reader = Callable[[ReaderInput], ForeignCheckpoint]
 
 _READERS: Mapping[Format, Reader] = {
     Format.TORCH_SAVE: lambda o: read_state_dicts(o.files, o.file, o.parameter_names),
@@ -89,59 +85,23 @@ _READERS: Mapping[Format, Reader] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class NamedForeign:
-    """Another tool's checkpoint as a user names it: its URL, and its format if that is given."""
-
-    url: str
-    form: Format | None
-
-
-def format_before(text: str) -> NamedForeign | None:
-    """Return what `FORMAT:URL` names; None if there is no format before a URL."""
-    prefix, _, rest = text.partition(":")
-    # A directory may have a format's name.
-    is_format = bool(rest) and prefix in list(Format) and prefix != Format.UNIVERSAL
-    return NamedForeign(rest, Format(prefix)) if is_format else None
-
-
-def found_foreign(url: str, step: int | None = None) -> Recognized | None:
-    """Return the checkpoint of another tool at a URL, of a step if there; None if there is none."""
+def find_foreign(url: str, step: int | None = None) -> Location | None:
+    """Return where another tool's checkpoint is at a URL, of a step if there; None if nowhere."""
     try:
-        found, _ = recognized_at(url, step)
+        found = locate_foreign(Location(url), step)
     except (CheckpointMissing, FormatUnsupported):
         return None
     return None if found.format == Format.UNIVERSAL else found
 
 
-def recognized_at(url: str, step: int | None = None) -> tuple[Recognized, ForeignFiles]:
-    """Return the format of what is at a URL, and the files of the checkpoint.
-
-    Args:
-        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`, of a file or of a
-            directory with one checkpoint or several.
-        step: the step that is wanted where directories of several are; None for the latest.
-
-    Raises:
-        CheckpointMissing: there is nothing.
-        FormatUnsupported: it is in no format that is known.
-    """
-    files = open_files(url)
-    try:
-        found = recognize(files.names, partial(_head, files), step)
-    except FormatUnsupported as error:
-        raise FormatUnsupported(f"{url}: {error}") from None
-    return found, files.below(found.directory) if found.directory else files
-
-
-def all_foreign(url: str) -> tuple[Recognized, ...]:
+def all_foreign(url: str) -> tuple[Location, ...]:
     """Return every checkpoint of another tool at a URL, the one that is opened first.
 
     Raises:
         CheckpointMissing: there is nothing.
     """
     files = open_files(url)
-    found = recognize_all(files.names, partial(_head, files))
+    found = recognize_all(url, files.names, partial(_head, files))
     return tuple(each for each in found if each.format != Format.UNIVERSAL)
 
 
@@ -150,42 +110,39 @@ def _head(files: ForeignFiles, name: str, nbytes: int) -> tuple[bytes, int]:
     return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
 
 
-def locate_foreign(url: str, form: Format | None = None, step: int | None = None) -> Recognized:
+def locate_foreign(location: Location, step: int | None = None) -> Location:
     """Return which checkpoint of another tool is at a URL.
 
     Args:
-        url: as for `recognized_at`.
-        form: its format; None to tell it from the files.
-        step: as for `recognized_at`.
+        location: the URL, of a file or of a directory with one checkpoint or several; and the
+            format, None to tell it from the files.
+        step: the step that is wanted where directories of several are; None for the latest.
 
     Raises:
         CheckpointMissing: there is nothing.
         FormatUnsupported: it is in no format that is known, and none is given.
     """
+    files = open_files(location.url)
     try:
-        found, _ = recognized_at(url, step)
-    except FormatUnsupported:
-        if form is None:
-            raise
+        found = recognize(location.url, files.names, partial(_head, files), step)
+    except FormatUnsupported as error:
+        if location.format is None:
+            raise FormatUnsupported(f"{location.url}: {error}") from None
     else:
-        if form in (None, found.format):
+        if location.format in (None, found.format):
             return found
-    assert form is not None
-    files = open_files(url)
-    return Recognized(form, "", files.names[0] if len(files.names) == 1 else None)
+    return replace(location, file_name=files.names[0] if len(files.names) == 1 else None)
 
 
 def open_located(
-    url: str,
-    found: Recognized,
+    location: Location,
     parameter_names: ParameterNames = None,
     rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
-    """Open exactly the checkpoint that was found at a URL, whatever else is there by now.
+    """Open exactly the checkpoint that was found, whatever else is at its URL by now.
 
     Args:
-        url: where it was found.
-        found: what `found_foreign` or `locate_foreign` has returned.
+        location: what `find_foreign` or `locate_foreign` has returned.
         parameter_names: names of the optimizer's parameters in the order of its groups, for
             formats that number them.
         rank_rules: what each rank's own files hold, for formats with files of ranks of tensor
@@ -197,18 +154,20 @@ def open_located(
         CheckpointDamaged: the files contradict themselves or each other.
         RulesInvalid: the rules do not fit the tensors.
     """
-    files = files_of(url, found)
-    reader = _READERS.get(found.format)
+    reader = None if location.format is None else _READERS.get(location.format)
     if reader is None:
-        raise FormatUnsupported(f"{url}: checkpoints of {found.format} cannot be read yet")
-    return reader(Opening(files, found.file_name, parameter_names, rank_rules))
+        raise FormatUnsupported(
+            f"{location.url}: checkpoints of {location.format} cannot be read yet"
+        )
+    files = files_of(location)
+    return reader(ReaderInput(files, location.file_name, parameter_names, rank_rules))
 
 
-def files_of(url: str, found: Recognized) -> ForeignFiles:
-    """Return the files of a checkpoint that was found at a URL.
+def files_of(location: Location) -> ForeignFiles:
+    """Return the files of a checkpoint that was found.
 
     Raises:
         CheckpointMissing: there is nothing.
     """
-    files = open_files(url)
-    return files.below(found.directory) if found.directory else files
+    files = open_files(location.url)
+    return files.below(location.directory) if location.directory else files

@@ -10,45 +10,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from keepstep.checkpoint.convert.read.safetensors_file import is_safetensors
 from keepstep.checkpoint.convert.read.torch_file import is_torch_file
 from keepstep.checkpoint.errors import FormatUnsupported
+from keepstep.checkpoint.format.layout.location import Format, Location
 
 Head = Callable[[str, int], tuple[bytes, int]]
 """Returns up to so many bytes of a file's beginning, and the file's size."""
-
-
-class Format(StrEnum):
-    """The formats that are told apart, by the names that `--from` takes."""
-
-    UNIVERSAL = "keepstep"
-    TORCH_SAVE = "torch"
-    TORCH_SHARDS = "torch-shards"
-    LIGHTNING = "lightning"
-    SAFETENSORS = "safetensors"
-    HUGGING_FACE = "huggingface"
-    ADAPTER = "peft"
-    TRAINER = "trainer"
-    ACCELERATE = "accelerate"
-    DCP = "dcp"
-    TORCHTITAN = "torchtitan"
-    DEEPSPEED = "deepspeed"
-    DEEPSPEED_UNIVERSAL = "deepspeed-universal"
-    MEGATRON_CORE = "megatron-core"
-    MEGATRON_LM = "megatron-lm"
-    ORBAX = "orbax"
-
-
-@dataclass(frozen=True, slots=True)
-class Recognized:
-    """A format, and where a checkpoint of it is: a directory (ends with a slash, or empty)."""
-
-    format: Format
-    directory: str
-    file_name: str | None = None
 
 
 # Where the bytes lie by which files of torch are told apart: the pickle comes first in the zip.
@@ -87,10 +56,11 @@ _SIGNS: tuple[tuple[Format, re.Pattern[str]], ...] = tuple(
 )
 
 
-def recognize(names: Sequence[str], head: Head, step: int | None = None) -> Recognized:
+def recognize(url: str, names: Sequence[str], head: Head, step: int | None = None) -> Location:
     """Return the format of what lies at a place.
 
     Args:
+        url: the URL of the checkpoint, or of the folder that has it.
         names: all files there, relative to the place; of a file alone, its name.
         head: reads the beginning of one.
         step: the step that is wanted of several; None for the latest.
@@ -101,12 +71,12 @@ def recognize(names: Sequence[str], head: Head, step: int | None = None) -> Reco
     if len(names) == 1:
         form = _format_of_file(names[0], head)
         if form is not None:
-            return Recognized(form, "", names[0])
+            return Location(url, form, file_name=names[0])
     inside = _names_by_directory(names)
     for directory in _directories(inside, head, step):
         form = _format_at(directory, inside[directory], head)
         if form is not None:
-            return Recognized(form, directory)
+            return Location(url, form, directory)
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     raise FormatUnsupported(
         "no checkpoint was recognized: it is no file of torch.save or safetensors, and no "
@@ -118,19 +88,20 @@ def recognize(names: Sequence[str], head: Head, step: int | None = None) -> Reco
     )
 
 
-def recognize_all(names: Sequence[str], head: Head) -> tuple[Recognized, ...]:
+def recognize_all(url: str, names: Sequence[str], head: Head) -> tuple[Location, ...]:
     """Return every checkpoint at a place, the one that `recognize` takes first.
 
     Args:
+        url: as for `recognize`.
         names: as for `recognize`.
         head: as for `recognize`.
     """
     if len(names) == 1 and (form := _format_of_file(names[0], head)) is not None:
-        return (Recognized(form, "", names[0]),)
+        return (Location(url, form, file_name=names[0]),)
     inside = _names_by_directory(names)
     directories = dict.fromkeys(_directories(inside, head, None))
     forms = ((each, _format_at(each, inside[each], head)) for each in directories)
-    return tuple(Recognized(form, directory) for directory, form in forms if form is not None)
+    return tuple(Location(url, form, directory) for directory, form in forms if form is not None)
 
 
 def _names_by_directory(names: Sequence[str]) -> dict[str, list[str]]:

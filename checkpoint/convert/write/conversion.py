@@ -12,7 +12,6 @@ from enum import StrEnum
 from keepstep.checkpoint.convert.read.deepspeed_files import DEEPSPEED
 from keepstep.checkpoint.convert.read.files import ForeignFiles
 from keepstep.checkpoint.convert.read.opening import files_of
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.convert.write.opened import Opened
 from keepstep.checkpoint.convert.write.parallel import run_in_processes
 from keepstep.checkpoint.convert.write.request import ConversionRequest, seen_in
@@ -41,6 +40,7 @@ from keepstep.checkpoint.format.layout.documents import (
     VALUES,
 )
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.location import Format
 from keepstep.checkpoint.format.layout.source import TensorSpec
 
 
@@ -245,10 +245,10 @@ def _write_universal(
 
 def _beside(request: ConversionRequest | None) -> list[tuple[str, ForeignFiles]]:
     """Return the files of a folder of Hugging Face that go with its weights as they are."""
-    place = None if request is None else request.place
-    if place is None or place.form not in (Format.HUGGING_FACE, Format.TRAINER):
+    location = None if request is None else request.location
+    if location is None or location.format not in (Format.HUGGING_FACE, Format.TRAINER):
         return []
-    files = files_of(place.url, place.recognized)
+    files = files_of(location)
     return [(name, files) for name in files.names if name in _BESIDE_WEIGHTS]
 
 

@@ -9,15 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, LeftOut
-from keepstep.checkpoint.convert.read.opening import (
-    format_before,
-    locate_foreign,
-    open_located,
-    recognized_at,
-)
+from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
 from keepstep.checkpoint.convert.read.rank_cuts import RankRules
-from keepstep.checkpoint.convert.read.recognition import Format, Recognized
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported, LayoutMismatch
+from keepstep.checkpoint.format.layout.location import Format, Location, split_format_prefix
 from keepstep.checkpoint.format.layout.names import check_keys
 from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.format.layout.wrapper_names import PARALLEL, without_wrappers
@@ -26,32 +21,6 @@ from keepstep.checkpoint.format.stored.steps import list_steps, newest
 from keepstep.checkpoint.format.stored.storage import open_storage
 
 _MODEL = "model/"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint is: this one, whatever else is at its URL, or appears there later.
-
-    Attributes:
-        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
-        form: its format.
-        directory: its directory under the URL, another tool's: empty, or ends with a slash.
-        file_name: the file, where the other tool's checkpoint is one.
-        step: its step, in the universal format.
-        generation: its generation, in the universal format.
-    """
-
-    url: str
-    form: Format
-    directory: str = ""
-    file_name: str | None = None
-    step: int | None = None
-    generation: int | None = None
-
-    @property
-    def recognized(self) -> Recognized:
-        """The checkpoint as readers of other tools' formats find it."""
-        return Recognized(self.form, self.directory, self.file_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +40,11 @@ class Opened:
     without_wrappers: int = 0
 
 
-def locate(url: str, form: Format | None = None, *, step: int | None = None) -> Place:
+def locate(url: str, form: Format | None = None, *, step: int | None = None) -> Location:
     """Return where the checkpoint is that a user names.
 
     Args:
-        url: as for `Place`; its format may come before it, as in `deepspeed:/path`.
+        url: as for `Location`; its format may come before it, as in `deepspeed:/path`.
         form: its format; None to tell it from the files.
         step: the step, of the universal format's only; None for the newest.
 
@@ -83,42 +52,38 @@ def locate(url: str, form: Format | None = None, *, step: int | None = None) -> 
         CheckpointMissing: there is nothing, or not this step.
         FormatUnsupported: it is in no format that is known, or a step is given for another format.
     """
-    if named := format_before(url):
-        if form not in (None, named.form):
-            raise FormatUnsupported(
-                f"{url}: the format is given as {named.form} and as {form}; give one"
-            )
-        url, form = named.url, named.form
-    if form is None:
-        # Told without a list of all files, which may be many.
-        own = newest(open_storage(url))
-        form = Format.UNIVERSAL if own is not None else recognized_at(url)[0].format
-    if form == Format.UNIVERSAL:
-        storage = open_storage(url)
-        listed = (stored for stored in list_steps(storage) if stored.step == step)
-        chosen = newest(storage) if step is None else next(listed, None)
-        if chosen is None:
-            # It says which steps there are.
-            StoredCheckpoint.open(storage, step)
-            raise CheckpointMissing(f"{url}: the checkpoint came a moment ago; try again")
-        return Place(url, form, step=chosen.step, generation=chosen.generation)
-    if step is not None:
+    location = split_format_prefix(url, form)
+    # Keepstep's own is found without a list of all files, which may be many.
+    is_own = location.format in (None, Format.UNIVERSAL)
+    newest_own = newest(open_storage(location.url)) if is_own else None
+    if newest_own is None and location.format != Format.UNIVERSAL:
+        location = locate_foreign(location)
+    if newest_own is None and location.format != Format.UNIVERSAL:
+        if step is None:
+            return location
         raise FormatUnsupported(
-            f"{url} is in the format {form}: give the URL of the step itself instead of --step"
+            f"{location.url} is in the format {location.format}: give the URL of the step itself "
+            "instead of --step"
         )
-    found = locate_foreign(url, form)
-    return Place(url, found.format, found.directory, found.file_name)
+    storage = open_storage(location.url)
+    listed = (stored for stored in list_steps(storage) if stored.step == step)
+    chosen = newest_own if step is None else next(listed, None)
+    if chosen is None:
+        # It says which steps there are.
+        StoredCheckpoint.open(storage, step)
+        raise CheckpointMissing(f"{url}: the checkpoint came a moment ago; try again")
+    return Location(location.url, Format.UNIVERSAL, step=chosen.step, generation=chosen.generation)
 
 
-def open_place(
-    place: Place,
+def open_location(
+    location: Location,
     parameter_names: Sequence[str] | None = None,
     rank_rules: RankRules | None = None,
 ) -> Opened:
     """Open a checkpoint that was located.
 
     Args:
-        place: where it is.
+        location: where it is.
         parameter_names: names of the optimizer's parameters in the order of its groups, for
             formats that number them.
         rank_rules: what each rank's own files hold, for formats that do not say it.
@@ -129,10 +94,11 @@ def open_place(
         CheckpointDamaged: the files contradict themselves or each other.
         RulesInvalid: the rules do not fit the tensors.
     """
-    if place.form == Format.UNIVERSAL:
-        storage = open_storage(place.url)
-        return Opened(StoredCheckpoint.open(storage, place.step, place.generation), "keepstep")
-    foreign = open_located(place.url, place.recognized, parameter_names, rank_rules)
+    if location.format == Format.UNIVERSAL:
+        storage = open_storage(location.url)
+        own = StoredCheckpoint.open(storage, location.step, location.generation)
+        return Opened(own, "keepstep")
+    foreign = open_located(location, parameter_names, rank_rules)
     return Opened(foreign, foreign.format_name, foreign.left_out)
 
 

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from keepstep.checkpoint.convert.read.megatron_settings import MEGATRON
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.convert.write.opened import (
     Opened,
-    Place,
-    open_place,
+    open_location,
     without_wrapper_names,
 )
 from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
@@ -21,6 +19,7 @@ from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.documents import CONFIG
+from keepstep.checkpoint.format.layout.location import Format, Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class ConversionRequest:
     """The checkpoint to read, and the conversion to apply.
 
     Attributes:
-        place: the checkpoint to read.
+        location: the checkpoint to read.
         parameter_names: names of the optimizer's parameters in the order of its groups, for formats
             that number them.
         keeps_wrappers: keep the names of modules that only wrap another one.
@@ -38,7 +37,7 @@ class ConversionRequest:
         model_dtype: data type of the model's floating-point tensors; None keeps theirs.
     """
 
-    place: Place
+    location: Location
     parameter_names: tuple[str, ...] | None = None
     keeps_wrappers: bool = False
     rules: str | None = None
@@ -65,7 +64,7 @@ class ConversionRequest:
         """
         # Before it is opened, what a checkpoint says of its configuration is not known.
         of_ranks = None if self.rules is None else rank_rules(self.rules, self.config or {})
-        opened = open_place(self.place, self.parameter_names, of_ranks)
+        opened = open_location(self.location, self.parameter_names, of_ranks)
         return opened if self.keeps_wrappers else without_wrapper_names(opened)
 
     def select(self, opened: Opened) -> Selection:
@@ -89,12 +88,11 @@ class ConversionRequest:
     @classmethod
     def decode(cls, encoded: Json) -> Self:
         """Return the request that `encode` made this of."""
-        place = encoded["place"]
-        form = None if place["form"] is None else Format(place["form"])
+        location = {**encoded["location"], "format": Format(encoded["location"]["format"])}
         names = encoded["parameter_names"]
         return cls(**{
             **encoded,
-            "place": Place(**{**place, "form": form}),
+            "location": Location(**location),
             "parameter_names": None if names is None else tuple(names),
         })  # fmt: skip
 

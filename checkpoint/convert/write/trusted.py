@@ -24,10 +24,9 @@ from keepstep.checkpoint.convert.read.pickled_tensors import (
     torch_constructors,
 )
 from keepstep.checkpoint.convert.read.pickled_values import Global
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.convert.read.torch_file import names_in_torch_file
-from keepstep.checkpoint.convert.write.opened import Place
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
+from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.stored.urls import parse_url
 from keepstep.processes import module_command
 
@@ -41,15 +40,15 @@ class Trusted:
     """The objects that the code of a file has made.
 
     Attributes:
-        place: where its tensors and plain values are now.
+        location: where its tensors and plain values are now.
         left_out: its other objects.
     """
 
-    place: Place
+    location: Location
     left_out: tuple[LeftOut, ...]
 
 
-def code_in(place: Place) -> tuple[str, ...]:
+def code_in(location: Location) -> tuple[str, ...]:
     """Return the names of what loading a checkpoint with PyTorch alone would import and call.
 
     Nothing is imported or called to find out. Names that keepstep's reader knows as plain data and
@@ -59,16 +58,16 @@ def code_in(place: Place) -> tuple[str, ...]:
         CheckpointDamaged: the file contradicts itself.
         FormatUnsupported: it was written before torch 1.6.
     """
-    if place.form not in _FILES:
+    if location.format not in _FILES:
         return ()
-    files = open_files(place.url)
-    name = place.file_name or files.names[0]
-    names = names_in_torch_file(files.file(f"{place.directory}{name}").whole)
+    files = open_files(location.url)
+    name = location.file_name or files.names[0]
+    names = names_in_torch_file(files.file(f"{location.directory}{name}").whole)
     return tuple(sorted(name for name in names - torch_constructors().keys() if not _is_data(name)))
 
 
 @contextmanager
-def run_code(place: Place) -> Iterator[Trusted]:
+def run_code(location: Location) -> Iterator[Trusted]:
     """Load a file with PyTorch in another process, which runs the code that it names.
 
     The file is in that process's memory, and what it has made is in a temporary file meanwhile.
@@ -77,11 +76,11 @@ def run_code(place: Place) -> Iterator[Trusted]:
         FormatUnsupported: it is no file of `torch.save` on a disk.
         CheckpointError: the process failed.
     """
-    path = parse_url(place.url).local_path
-    if place.form not in _FILES or path is None or not path.is_file():
+    path = parse_url(location.url).local_path
+    if location.format not in _FILES or path is None or not path.is_file():
         raise FormatUnsupported(
-            f"{place.url}: only a file of torch.save on a disk can be loaded by the code that it "
-            "names; leave out --trust"
+            f"{location.url}: only a file of torch.save on a disk can be loaded by the code that "
+            "it names; leave out --trust"
         )
     with TemporaryDirectory(prefix="keepstep-trusted-") as directory:
         done = subprocess.run(
@@ -97,12 +96,12 @@ def run_code(place: Place) -> Iterator[Trusted]:
         if done.returncode != 0:
             reason = done.stderr.strip().rpartition("\n")[2]
             raise CheckpointError(
-                f"{place.url}: the code that it names could not load it: {reason}; run this where "
-                "the modules are that wrote it"
+                f"{location.url}: the code that it names could not load it: {reason}; run this "
+                "where the modules are that wrote it"
             )
         listed = json.loads((Path(directory) / LEFT_OUT).read_text(encoding="utf-8"))
         yield Trusted(
-            replace(place, url=str(Path(directory) / TENSORS), directory="", file_name=TENSORS),
+            replace(location, url=str(Path(directory) / TENSORS), directory="", file_name=TENSORS),
             tuple(LeftOut(name, reason) for name, reason in listed),
         )
 

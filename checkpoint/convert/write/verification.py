@@ -18,10 +18,10 @@ from keepstep.checkpoint.convert.read.files import Extent, ForeignFiles
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import files_of, open_located
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor
-from keepstep.checkpoint.convert.read.recognition import Format, Recognized
 from keepstep.checkpoint.convert.read.torch_file import ZIP_SIGNATURE
 from keepstep.checkpoint.convert.read.zip_checksums import CheckedBytes, check_zip, read_all
 from keepstep.checkpoint.convert.write.boxes_in_order import read_in_order
+from keepstep.checkpoint.format.layout.location import Format, Location
 
 _BLOCK_NBYTES = 16 * 2**20
 _OF_DCP = (Format.DCP, Format.TORCHTITAN, Format.MEGATRON_CORE)
@@ -54,24 +54,23 @@ class Verified:
 
 
 def verify_foreign(
-    url: str, found: Recognized, report: Callable[[int], None] = lambda nbytes: None
+    location: Location, report: Callable[[int], None] = lambda nbytes: None
 ) -> Verified:
     """Read every byte of a checkpoint of another tool, and check what its format lets one check.
 
     Args:
-        url: where it was found.
-        found: what `locate_foreign` has returned.
+        location: what `locate_foreign` has returned.
         report: called with bytes that were read.
 
     Raises:
         CheckpointDamaged: bytes do not match a checksum, or files contradict themselves or others.
         CheckpointError: it cannot be opened, or read.
     """
-    opened = open_located(url, found)
-    files = files_of(url, found)
-    names = files.names if found.file_name is None else (found.file_name,)
+    opened = open_located(location)
+    files = files_of(location)
+    names = files.names if location.file_name is None else (location.file_name,)
     _check_tensors(opened)
-    ranges = _ranges(files) if found.format in _OF_DCP else {}
+    ranges = _ranges(files) if location.format in _OF_DCP else {}
     total = CheckedBytes()
     for name in names:
         whole = files.file(name).whole
@@ -85,10 +84,10 @@ def verify_foreign(
     return Verified(opened.format_name, len(names), total.read, total.checked, len(opened.left_out))
 
 
-def nbytes_of_files(url: str, found: Recognized) -> int:
+def nbytes_of_files(location: Location) -> int:
     """Return the size of a checkpoint's files."""
-    files = files_of(url, found)
-    names = files.names if found.file_name is None else (found.file_name,)
+    files = files_of(location)
+    names = files.names if location.file_name is None else (location.file_name,)
     return sum(files.file(name).nbytes for name in names)
 
 

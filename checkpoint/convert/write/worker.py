@@ -45,7 +45,7 @@ def _opened(start: Start) -> UniversalParts:
     chosen = start.request.select(opened)
     if seen_in(chosen) != start.seen:
         raise CheckpointDamaged(
-            f"{start.request.place.url}: it has other tensors than a moment ago; convert when "
+            f"{start.request.location.url}: it has other tensors than a moment ago; convert when "
             "nobody writes there"
         )
     return UniversalParts(

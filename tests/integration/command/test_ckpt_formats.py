@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from keepstep import checkpoint
 from keepstep.checkpoint.cli import other_formats
-from keepstep.checkpoint.convert.read.recognition import Recognized
+from keepstep.checkpoint.format.layout.location import Location
 from keepstep.elastic.cli.main import main
 
 DEEPSPEED = Path(__file__).parents[2] / "foreign_fixtures" / "deepspeed"
@@ -177,7 +177,7 @@ def test_a_folder_that_is_removed_after_it_was_listed_is_skipped(
 ) -> None:
     first, second = trainer_folders(tmp_path, 10, 5)
 
-    def all_foreign(url: str) -> tuple[Recognized, ...]:
+    def all_foreign(url: str) -> tuple[Location, ...]:
         found = original(url)
         shutil.rmtree(tmp_path / found[-1].directory)
         return found

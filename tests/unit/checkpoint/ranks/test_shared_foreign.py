@@ -13,8 +13,6 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.convert.read.opening import NamedForeign
-from keepstep.checkpoint.convert.read.recognition import Format, Recognized
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMissing,
@@ -22,6 +20,7 @@ from keepstep.checkpoint.errors import (
     RankFailed,
     RulesInvalid,
 )
+from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.ranks.shared_foreign import find_foreign_together, open_foreign_together
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
@@ -63,8 +62,8 @@ def test_what_rank_0_does_not_find_no_rank_finds(ranks: ThreadRanks, seen: list[
 def test_what_rank_0_finds_all_find(ranks: ThreadRanks, seen: list[Path]) -> None:
     write_file(seen[0] / "a.pt", 1)
     urls = [str(directory / "a.pt") for directory in seen]
-    found = Recognized(Format.TORCH_SAVE, "", "a.pt")
-    assert ranks.run(lambda rank: find_foreign_together(urls[rank], ranks.group)) == [found] * RANKS
+    found = [Location(url, Format.TORCH_SAVE, file_name="a.pt") for url in urls]
+    assert ranks.run(lambda rank: find_foreign_together(urls[rank], ranks.group)) == found
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -76,7 +75,7 @@ def test_all_open_the_step_that_rank_0_finds_latest(
     write_folder(seen[1], 2)
 
     def act(rank: int) -> ForeignCheckpoint:
-        named = NamedForeign(str(seen[rank]), Format.TRAINER if is_named else None)
+        named = Location(str(seen[rank]), Format.TRAINER if is_named else None)
         found = None if is_named else find_foreign_together(named.url, ranks.group)
         return open_foreign_together(named, ranks.group, found)
 
@@ -87,7 +86,7 @@ def test_all_open_the_step_that_rank_0_finds_latest(
 
 def test_what_is_missing_on_rank_0_is_missing_on_all(ranks: ThreadRanks, seen: list[Path]) -> None:
     write_file(seen[1] / "a.pt", 1)
-    named = [NamedForeign(str(path / "a.pt"), Format.TORCH_SAVE) for path in seen]
+    named = [Location(str(path / "a.pt"), Format.TORCH_SAVE) for path in seen]
     errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [CheckpointMissing] * RANKS
 
@@ -96,7 +95,7 @@ def test_what_rank_0_does_not_recognize_is_unsupported_on_all(
     ranks: ThreadRanks, seen: list[Path]
 ) -> None:
     (seen[0] / "a.pt").write_text("no checkpoint")
-    named = [NamedForeign(str(path / "a.pt"), None) for path in seen]
+    named = [Location(str(path / "a.pt")) for path in seen]
     errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [FormatUnsupported] * RANKS
 
@@ -106,7 +105,7 @@ def test_what_is_missing_on_another_rank_is_an_error_on_all(
 ) -> None:
     for path in (seen[0], seen[2]):
         write_file(path / "a.pt", 1)
-    named = [NamedForeign(str(path / "a.pt"), None) for path in seen]
+    named = [Location(str(path / "a.pt")) for path in seen]
     errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [RankFailed, CheckpointMissing, RankFailed]
 
@@ -114,7 +113,7 @@ def test_what_is_missing_on_another_rank_is_an_error_on_all(
 def test_ranks_that_read_different_files_all_say_so(ranks: ThreadRanks, seen: list[Path]) -> None:
     for step, path in zip((1, 1, 2), seen, strict=True):
         write_file(path / "a.pt", step)
-    named = [NamedForeign(str(path / "a.pt"), None) for path in seen]
+    named = [Location(str(path / "a.pt")) for path in seen]
     errors = ranks.run(lambda rank: open_foreign_together(named[rank], ranks.group))
     assert [type(error) for error in errors] == [CheckpointDamaged] * RANKS
     assert "step 1 with 1 tensors, and rank 2 reads" in str(errors[0])

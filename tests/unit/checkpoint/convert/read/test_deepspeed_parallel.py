@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from keepstep.checkpoint.api import load
 from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.convert.write.opened import locate, open_place
+from keepstep.checkpoint.convert.write.opened import locate, open_location
 from keepstep.checkpoint.convert.write.request import ConversionRequest
 from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
 from keepstep.checkpoint.errors import (
@@ -322,7 +322,7 @@ def test_rules_say_what_files_do_not_and_rename(tmp_path: Path, layout: Layout) 
     run = write(tmp_path / "run", SAYING_NOTHING, state, layout)
     (tmp_path / "mine.toml").write_text(RULES)
     given = str(tmp_path / "mine.toml")
-    opened = open_place(locate(str(run)), rank_rules=rank_rules(given, {}))
+    opened = open_location(locate(str(run)), rank_rules=rank_rules(given, {}))
     expected = expected_of(MODEL, state, layout)
     for key, tensor in expected.items():
         assert_same(opened.source, key, tensor)
@@ -359,9 +359,9 @@ def renaming(tmp_path: Path, more: str = "") -> str:
 @pytest.mark.parametrize("more", ["", "shard = 1"])
 @pytest.mark.parametrize("name", ["autotp_2_1_zero3_bf16", "cut_2_1_2_zero2_bf16"])
 def test_rules_do_not_replace_what_files_say_of_cuts(tmp_path: Path, name: str, more: str) -> None:
-    place = locate(str(FIXTURES / name))
-    request = ConversionRequest(place=place, rules=renaming(tmp_path, more))
-    plain = ConversionRequest(place=place).open().source
+    location = locate(str(FIXTURES / name))
+    request = ConversionRequest(location=location, rules=renaming(tmp_path, more))
+    plain = ConversionRequest(location=location).open().source
     before = request.open_as_spelled().source
     assert before.tensors == plain.tensors
     assert before.documents == plain.documents
@@ -375,7 +375,7 @@ def test_rules_that_only_rename_do_not_say_what_ranks_have(tmp_path: Path) -> No
     assert rank_rules(renaming(tmp_path), {}) is None
     run = write(tmp_path / "run", SAYING_NOTHING, state_of(MODEL), Layout(tp=2))
     with pytest.raises(FormatUnsupported, match="--rules FILE, in which each rule says"):
-        ConversionRequest(place=locate(str(run)), rules=renaming(tmp_path)).open()
+        ConversionRequest(location=locate(str(run)), rules=renaming(tmp_path)).open()
 
 
 def test_mean_of_drifted_copies_by_rules_is_rounded_from_masters(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_mean_of_drifted_copies_by_rules_is_rounded_from_masters(tmp_path: Path)
     run = write(tmp_path / "run", drifting, state, layout)
     rules = tmp_path / "mine.toml"
     rules.write_text('[[rule]]\nmatch = "0.norm"\naverage = true')
-    source = open_place(locate(str(run)), rank_rules=rank_rules(str(rules), {})).source
+    source = open_location(locate(str(run)), rank_rules=rank_rules(str(rules), {})).source
     for key, tensor in expected_of(drifting, state, layout).items():
         assert_same(source, key, tensor)
 
@@ -422,10 +422,10 @@ def test_rules_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
     rules = tmp_path / "mine.toml"
     rules.write_text('[[rule]]\nmatch = "{all...}"\nshard = 1')
     with pytest.raises(RulesInvalid, match=r"mine\.toml:1: .*model/1\.bias: there is no dim"):
-        open_place(locate(str(run)), rank_rules=rank_rules(str(rules), {}))
+        open_location(locate(str(run)), rank_rules=rank_rules(str(rules), {}))
     rules.write_text('[[rule]]\nmatch = "1.norm"\nreplicated = true\n[[rule]]\nmatch = "{all...}"')
     with pytest.raises(RulesInvalid, match="the rule does not say what each holds"):
-        open_place(locate(str(run)), rank_rules=rank_rules(str(rules), {}))
+        open_location(locate(str(run)), rank_rules=rank_rules(str(rules), {}))
 
 
 def test_copies_that_differ_are_refused_where_they_are_read(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
 )
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.location import Location
 from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.convert.read.written import tensor_of
@@ -161,15 +162,15 @@ def test_only_what_is_asked_for_is_read(unpacked: Unpacked, tmp_path: Path) -> N
 
 def test_verification_finds_a_changed_bit(tmp_path: Path) -> None:
     directory = unpack("core_fp32_tp2", tmp_path)
-    found = locate_foreign(str(directory))
-    verified = verify_foreign(str(directory), found)
+    found = locate_foreign(Location(str(directory)))
+    verified = verify_foreign(found)
     assert verified.checked_nbytes > verified.nbytes // 4
     norm = "model/decoder.final_layernorm.weight"
     values = expected_of(directory)[norm].numpy().tobytes()
     (path,) = (p for p in directory.glob("iter_*/*.distcp") if values in p.read_bytes())
     path.write_bytes(path.read_bytes().replace(values, bytes([values[0] ^ 1]) + values[1:]))
     with pytest.raises(CheckpointDamaged, match=rf"{path.name}.*do not match their checksum"):
-        verify_foreign(str(directory), found)
+        verify_foreign(found)
 
 
 def written(source: ForeignCheckpoint, directory: Path) -> ForeignCheckpoint:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.checkpoint.convert.read.recognition import Format, recognize, recognize_all
+from keepstep.checkpoint.convert.read.recognition import recognize, recognize_all
 from keepstep.checkpoint.errors import FormatUnsupported
+from keepstep.checkpoint.format.layout.location import Format
 
 ZIP = b"PK\x03\x04 archive/data.pkl"
 DEEPSPEED_1 = [
@@ -73,7 +74,7 @@ def test_formats_are_told_apart(
         content = contents.get(name, b"")
         return content[:nbytes], len(content)
 
-    found = recognize(sorted(names), head)
+    found = recognize("url", sorted(names), head)
     assert (found.format, found.directory) == (form, directory)
 
 
@@ -81,7 +82,7 @@ def test_a_step_is_chosen_by_the_number_of_its_directory() -> None:
     names = ["latest", *(f"global_step{n}/mp_rank_00_model_states.pt" for n in (2, 3, 20))]
 
     def directory(step: int | None) -> str:
-        return recognize(names, lambda name, n: (b"global_step3", 0), step).directory
+        return recognize("url", names, lambda name, n: (b"global_step3", 0), step).directory
 
     assert [directory(step) for step in (None, 2, 20, 4)] == [
         "global_step3/", "global_step2/", "global_step20/", "global_step3/",
@@ -100,7 +101,7 @@ def test_a_step_is_chosen_by_the_number_of_its_directory() -> None:
 )
 def test_what_is_looked_for_is_told(names: list[str], contents: dict[str, bytes]) -> None:
     with pytest.raises(FormatUnsupported, match=r"no checkpoint was recognized.*\(DCP\)"):
-        recognize(names, lambda name, n: (contents.get(name, b"")[:n], 0))
+        recognize("url", names, lambda name, n: (contents.get(name, b"")[:n], 0))
 
 
 class CountedNames(list[str]):
@@ -119,7 +120,7 @@ def test_the_names_are_gone_through_as_often_however_many_checkpoints_there_are(
     for count in (3, 200):
         directories = [f"checkpoint-{number}/" for number in range(count)]
         names = CountedNames(f"{directory}{name}" for directory in directories for name in TRAINER)
-        found = recognize_all(names, lambda name, n: (b"", 0))
+        found = recognize_all("url", names, lambda name, n: (b"", 0))
         assert [each.directory for each in found] == directories[::-1]
         passes.append(names.passes)
     assert passes[0] == passes[1] > 0

@@ -13,9 +13,9 @@ import torch
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.pickled_values import Record
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.convert.read.sharded_files import _local_part
 from keepstep.checkpoint.errors import FormatUnsupported
+from keepstep.checkpoint.format.layout.location import Format
 from tests.opened_checkpoints import open_foreign
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.checkpoint.convert.read.recognition import Format
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.format.layout.location import Format
 from tests.opened_checkpoints import open_foreign
 from tests.unit.checkpoint.convert.read.test_hugging_face import weights
 from tests.unit.checkpoint.convert.read.test_state_dicts import optimizer_of
