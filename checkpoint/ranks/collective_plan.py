@@ -195,9 +195,9 @@ def _check_steps(stored: Sequence[Json], group: ControlGroup) -> None:
     for number, own in enumerate(stored):
         if own != first:
             raise CheckpointError(
-                f"rank {group.names[number]} saves step {own[0]} of generation {own[1]}, and rank "
-                f"{group.names[0]} step {first[0]} of generation {first[1]}; all ranks save one "
-                "step together"
+                f"rank {group.global_ranks[number]} saves step {own[0]} of generation {own[1]}, "
+                f"and rank {group.global_ranks[0]} step {first[0]} of generation {first[1]}; all "
+                "ranks save one step together"
             )
 
 

@@ -1,13 +1,13 @@
-"""The group over which ranks save and load together, and how they fail together.
+"""Lets the ranks that save or load together agree, and fail together.
 
-Every rank makes the same calls in the same order, from one thread at a time: `run_on_all_ranks`,
-`gather` and `run_and_share`, `broadcast`, `all_to_all`. What fails on one rank is raised on all
-before any of them waits for the next message, with the number of the rank that failed, which is
-that in the default group.
+Every rank makes the same calls in the same order, from one thread at a time: `run_on_all_ranks`
+(with `run_and_share` and `gather`), `broadcast` and `all_to_all`. An error on one rank is raised on
+all ranks before any of them waits for the next message. It names the rank that failed by its number
+in the default group.
 
-Messages are bytes in the CPU's memory. They go over the process group that ranks save and load in
-if it takes tensors of the CPU, and over a group of gloo beside it where it does not, as with NCCL
-alone. If a rank dies, the call raises torch's RuntimeError on the others.
+Messages are bytes in the CPU's memory. They use the given process group if it takes CPU tensors.
+Otherwise, as with NCCL alone, they use a gloo group of the same ranks. If a rank dies, the call
+raises torch's RuntimeError on the others.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class ControlGroup:
 
     Args:
         collectives: a process group or back end that takes tensors of the CPU; None for one rank.
-        names: the ranks' numbers in the default group.
+        global_ranks: the ranks' numbers in the default group.
     """
 
-    def __init__(self, collectives: Any = None, names: Sequence[int] = (0,)) -> None:
+    def __init__(self, collectives: Any = None, global_ranks: Sequence[int] = (0,)) -> None:
         self.collectives = collectives
-        self.names = tuple(names)
-        self.size = len(self.names)
+        self.global_ranks = tuple(global_ranks)
+        self.size = len(self.global_ranks)
         """The number of ranks."""
 
     @property
@@ -129,8 +129,8 @@ class ControlGroup:
             message = json.dumps(
                 [str(own.error), isinstance(own.error, CheckpointDamaged)]
             ).encode()
-        messages = [json.loads(told or _NOTHING) for told in self._all_gather(message)]
-        failures = {number: told for number, told in enumerate(messages) if len(told) == 2}
+        messages = [json.loads(data or _NOTHING) for data in self._all_gather(message)]
+        failures = {number: sent for number, sent in enumerate(messages) if len(sent) == 2}
         if failures:
             self._raise(own.error, failures)
         return own.get()[0], [shared for (shared,) in messages]
@@ -140,17 +140,17 @@ class ControlGroup:
     ) -> list[memoryview]:
         """Return on all ranks what a function returns on one of them, where alone it is called.
 
-        What is done with it may fail on one rank: that belongs into `run_on_all_ranks`.
+        Use the result inside `run_on_all_ranks`, since that may fail on one rank.
 
         Raises:
-            CheckpointError: it failed there, or a rank has no memory for it. What is wrong with the
-                checkpoint has the same class on all ranks.
+            CheckpointError: it failed there, or a rank has no memory for it. An error about the
+                checkpoint itself has the same class on all ranks.
         """
         is_source = self.rank == source
         own = _Outcome.of(read if is_source else tuple)
         contents = own.get() if own.error is None else ()
-        told = None if own.error is None else [type(own.error).__name__, str(own.error)]
-        head = json.dumps([told, [len(content) for content in contents]]).encode()
+        failure = None if own.error is None else [type(own.error).__name__, str(own.error)]
+        head = json.dumps([failure, [len(content) for content in contents]]).encode()
         nbytes = torch.tensor([len(head)])
         self._send_to_all(nbytes, source)
         index = _bytes_tensor(head) if is_source else torch.empty(int(nbytes), dtype=torch.uint8)
@@ -162,12 +162,12 @@ class ControlGroup:
             kind, text = failure
             if kind in _ERRORS:
                 raise _ERRORS[kind](text)
-            raise RankFailed(f"rank {self.names[source]}: {text}")
+            raise RankFailed(f"rank {self.global_ranks[source]}: {text}")
         if not any(sizes):
             return [memoryview(b"")] * len(sizes)
 
         def prepare() -> torch.Tensor:
-            with preparing(f"for a message of rank {self.names[source]}"):
+            with preparing(f"for a message of rank {self.global_ranks[source]}"):
                 if is_source:
                     return _bytes_tensor(b"".join(contents))
                 return torch.empty(sum(sizes), dtype=torch.uint8)
@@ -179,10 +179,10 @@ class ControlGroup:
     def all_to_all(self, messages: Callable[[], Mapping[int, bytes]]) -> list[memoryview]:
         """Send each rank its message, and return the messages that all ranks sent to this one.
 
-        What is done with them may fail on one rank: that belongs into `run_on_all_ranks`.
+        Use the messages inside `run_on_all_ranks`, since that may fail on one rank.
 
         Args:
-            messages: returns this rank's messages by receiver; nothing goes to a rank that lacks.
+            messages: returns this rank's messages by receiver; receivers left out get nothing.
 
         Raises:
             CheckpointError: a rank could not make its messages, or has no memory for those to it;
@@ -227,7 +227,8 @@ class ControlGroup:
     ) -> None:
         """Send to each rank its part of a tensor, and receive the parts for this one.
 
-        No memory is taken: that it is lacking is to be known before anybody waits for it.
+        It takes no memory. Reserve it in `run_on_all_ranks` first, so that no rank waits for one
+        that has none.
 
         Args:
             sent: the parts for all ranks, one after the other.
@@ -252,7 +253,7 @@ class ControlGroup:
         return [row[:nbytes].numpy().tobytes() for row, nbytes in zip(gathered, sizes, strict=True)]
 
     def _gather_tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(own) for _ in self.names]
+        gathered = [torch.empty_like(own) for _ in self.global_ranks]
         self.collectives.allgather([gathered], [own]).wait()
         return gathered
 
@@ -270,14 +271,14 @@ class ControlGroup:
             (failed, text) for failed, (text, damage) in failures.items() if damage == is_damage
         )
         error_type = CheckpointDamaged if is_damage else RankFailed
-        raise error_type(f"rank {self.names[failed]}: {text}") from own_error
+        raise error_type(f"rank {self.global_ranks[failed]}: {text}") from own_error
 
 
 class ControlGroups:
     """Returns the control groups of process groups; each is made once, and goes with its group."""
 
     def __init__(self) -> None:
-        self._beside: WeakKeyDictionary[dist.ProcessGroup, ControlGroup] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[dist.ProcessGroup, ControlGroup] = WeakKeyDictionary()
 
     def of(self, process_group: dist.ProcessGroup | None = None) -> ControlGroup:
         """Return the control group of a process group; all its ranks make the call.
@@ -299,32 +300,32 @@ class ControlGroups:
         names = dist.get_process_group_ranks(group)
         if any(device.type == "cpu" for device in torch_internals.device_types(group)):
             return ControlGroup(group, names)
-        control = self._beside.get(group)
+        control = self._made.get(group)
         if control is None:
-            # Of which number it is, all ranks know alike; the store may outlive a group.
+            # All ranks count alike. The store may outlive a group.
             key = f"keepstep/control/{group.group_name}"
             number = torch_internals.default_store().add(f"{key}/{group.rank()}", 1)
             control = separate_group(ControlGroup(group, names), f"{key}/{number}")
-            self._beside[group] = control
+            self._made[group] = control
         return control
 
 
 CONTROL_GROUPS = ControlGroups()
-"""Those of this process, whose process groups torch holds in the same way."""
+"""The control groups of this process, one registry as torch has one of process groups."""
 
 
 def separate_group(
     group: ControlGroup, name: str, timeout: timedelta = _GLOO_TIMEOUT
 ) -> ControlGroup:
-    """Make a group of gloo of the same ranks, for messages that another thread exchanges.
+    """Make a gloo group of the same ranks, for the messages of another thread.
 
-    It is no group that torch knows: it lasts as long as it is referred to. The store that the
-    ranks find each other in is only used here.
+    torch does not register it: it lasts as long as something refers to it. The default group's
+    store is used only while the group is made.
 
     Args:
         group: the ranks; all of them make the call.
         name: is the same on all ranks, and never used again.
-        timeout: how long a message is waited for.
+        timeout: how long the ranks wait for each other, here and in messages.
     """
     if group.collectives is None:
         return group
@@ -338,7 +339,7 @@ def separate_group(
     gloo = dist.ProcessGroupGloo(
         PrefixStore(name, own_store), group.rank, group.size, timeout=timeout
     )
-    return ControlGroup(gloo, group.names)
+    return ControlGroup(gloo, group.global_ranks)
 
 
 @contextmanager

@@ -88,11 +88,11 @@ def _load_by_each(
 ) -> LoadReport:
     """Fill a state from a checkpoint, of which each rank reads what it wants."""
     opened, spellings = group.run_and_share(lambda: _spelled(opened, options), _spelling)
-    for number, spelling in zip(group.names, spellings, strict=True):
+    for number, spelling in zip(group.global_ranks, spellings, strict=True):
         if spelling != spellings[0]:
             raise RulesInvalid(
                 f"{url}: rules lead to other tensors on rank {number} than on rank "
-                f"{group.names[0]}; give all ranks the same rules, and the same configuration"
+                f"{group.global_ranks[0]}; give all ranks the same rules and the same configuration"
             )
     source = opened.source
     assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)

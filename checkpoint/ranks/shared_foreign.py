@@ -71,11 +71,11 @@ def open_foreign_together(
     source, seen_by_rank = group.run_and_share(
         lambda: open_located(chosen, parameter_names, rank_rules), seen
     )
-    for rank, other in zip(group.names, seen_by_rank, strict=True):
+    for rank, other in zip(group.global_ranks, seen_by_rank, strict=True):
         if other != seen_by_rank[0]:
             raise CheckpointDamaged(
-                f"{url}: rank {group.names[0]} reads {_described(seen_by_rank[0])}, and rank "
-                f"{rank} reads {_described(other)}; give a URL where all ranks read the same "
+                f"{url}: rank {group.global_ranks[0]} reads {_described(seen_by_rank[0])}, and "
+                f"rank {rank} reads {_described(other)}; give a URL where all ranks read the same "
                 "files, and load when nobody writes there"
             )
     if step is not None and source.step != step:

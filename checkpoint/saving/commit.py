@@ -3,11 +3,10 @@
 Blocking saves and those in the background commit in this way. Only rank 0 publishes, and it needs
 all parts: a save in which a rank fails or dies is not committed.
 
-While a rank writes, it gives a sign of life every `TICKS`th part of the others' patience, in the
-background: then a rank that is stopped, or whose host is gone, fails the save of the others, though
-its connection says nothing. Rank 0 collects the signs and answers them, so that all learn of which
-rank there is none. If there is none of rank 0 once it has all parts, whether it published is not
-known.
+In the background a rank gives signs of life while it writes, `TICKS` in the time for which others
+wait. So a rank that is stopped, or whose host is gone, fails the save although its connection stays
+open. Rank 0 collects the signs and answers them, and the answer names the rank that is lost. If
+rank 0 is lost after it has all parts, the checkpoint may be committed or not.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from keepstep.checkpoint.errors import RankFailed
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 
 TICKS = 6
-"""Signs of life that a rank gives before the others lose patience."""
+"""How many signs of life a rank gives in the time for which others wait for one."""
 
 _DONE, _GOES_ON, _FAILED, _LOST = range(4)
-"""What a rank says, and what rank 0 answers: the greatest, or `_LOST` plus the lost rank."""
+"""A rank's state. Rank 0 answers with the greatest of all, or with `_LOST` plus the lost rank."""
 
 _TAG = 7
 
@@ -56,8 +55,8 @@ def commit_together(
     Args:
         writer: writes this rank's part.
         group: the ranks.
-        peer_timeout_s: how long a rank is waited for that gives no sign of life; None for ranks
-            that give none until they are through, and for torch's RuntimeError if one ends.
+        peer_timeout_s: how long to wait for a rank's sign of life. None: ranks give none while
+            they write, and one that ends raises torch's RuntimeError on the others.
 
     Raises:
         CheckpointError: a rank has no part, or rank 0 could not publish, as for `run_on_all_ranks`.
@@ -85,7 +84,7 @@ def _wait_for_all(
         act: the function, with the time until the next sign of life is due.
         group: the ranks.
         peer_timeout_s: as for `commit_together`.
-        result: is told with a rank that is lost: whether the checkpoint is committed then.
+        result: says in the error about a lost rank whether the checkpoint is committed.
     """
     limit_s = None if peer_timeout_s is None else peer_timeout_s / TICKS
     state, error = _GOES_ON, None
@@ -102,7 +101,7 @@ def _wait_for_all(
             group.run_on_all_ranks(partial(_raise, error))
         if answer >= _LOST:
             raise RankFailed(
-                f"rank {group.names[answer - _LOST]} has ended, or gave no sign of life for "
+                f"rank {group.global_ranks[answer - _LOST]} has ended, or gave no sign of life for "
                 f"{peer_timeout_s:g} s while the checkpoint was stored; {result}"
             )
 
@@ -113,21 +112,21 @@ def _raise(error: Exception | None) -> None:
 
 
 def _answer(state: int, group: ControlGroup, peer_timeout_s: float | None) -> int:
-    """Tell rank 0 how this rank is, and return how all are."""
+    """Report to rank 0 how this rank is, and return how all are."""
     if group.collectives is None:
         return state
     if group.rank == 0:
         return _answer_of_rank_0(state, group, peer_timeout_s)
-    told = torch.tensor([state])
+    message = torch.tensor([state])
     try:
-        group.collectives.send([told], 0, _TAG).wait()
+        group.collectives.send([message], 0, _TAG).wait()
         # Rank 0 may have waited for another one until its patience was at an end.
-        _wait(group.collectives.recv([told], 0, _TAG), peer_timeout_s, times=2)
+        _wait(group.collectives.recv([message], 0, _TAG), peer_timeout_s, times=2)
     except RuntimeError:
         if peer_timeout_s is None:
             raise
         return _LOST
-    return int(told)
+    return int(message)
 
 
 def _answer_of_rank_0(state: int, group: ControlGroup, peer_timeout_s: float | None) -> int:

@@ -1,4 +1,4 @@
-"""Reports of parts, and the checkpoint that is published of them. Loads no PyTorch."""
+"""Encodes the reports of parts, and publishes the checkpoint of them. Loads no PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepstep.checkpoint.format.stored.writer import ContentSum, ReadBox, publis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """What a rank tells rank 0 about its part, once that is written.
+    """A rank's report to rank 0 about its part, once that is written.
 
     Attributes:
         name: of the part's listing.
@@ -82,7 +82,7 @@ class DirectPart:
         tensors: all tensors, on rank 0.
         read_box: returns the bytes of a box.
         documents: the rank's documents.
-        last: what this process wrote last.
+        last: the objects of the last part that this process wrote.
     """
 
     def __init__(

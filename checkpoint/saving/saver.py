@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -56,6 +57,9 @@ from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
 
 log = logging.getLogger("keepstep")
+
+_MEETING_S = 120.0
+"""How long ranks wait for each other at least where each has come to the same place."""
 
 _SHORT_COPY_S = 1.0
 """How long the end of a copy is waited for, at most, before the save is submitted."""
@@ -103,6 +107,7 @@ class Saver:
         self.process_group = process_group
         self._close_timeout_s = close_timeout_s
         self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / TICKS)
+        self._peer_timeout_s = peer_timeout_s
         self._background = BackgroundSaver(peer_timeout_s)
         self._buffer = SharedBuffer()
         self._buffer_file: BufferFile | None = None
@@ -177,7 +182,7 @@ class Saver:
         copied: Future[Copied] = Future()
         keys = [tensor.key for tensor in captured.watched.tensors]
         versions = dict(zip(keys, captured.versions, strict=True))
-        self._last_rank = group.names[group.rank]
+        self._last_rank = group.global_ranks[group.rank]
         self._last = SaveHandle(url, step, generation, versions, previous_error, outcome)
         task = SaveTask(
             part=WritePart(
@@ -220,7 +225,8 @@ class Saver:
         """
         if self._separate is None or has_failed or self._separate_from() is not group.collectives:
             self._separate = None
-            self._separate = separate_group(group, f"keepstep/save/{attempt}")
+            timeout = timedelta(seconds=max(self._peer_timeout_s, _MEETING_S))
+            self._separate = separate_group(group, f"keepstep/save/{attempt}", timeout)
             self._separate_from = _reference(group.collectives)
         return self._separate
 

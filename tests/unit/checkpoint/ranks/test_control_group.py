@@ -141,7 +141,7 @@ def test_what_rank_0_tells_and_one_rank_has_no_memory_for_is_an_error_on_all(
 
 
 def test_errors_name_ranks_by_their_numbers_in_the_default_group(ranks: ThreadRanks) -> None:
-    ranks.group.names = (4, 6, 9)
+    ranks.group.global_ranks = (4, 6, 9)
     act = failing_on(1, MemoryError("out of memory"), ranks)
     results = ranks.run(lambda _: ranks.group.run_on_all_ranks(act))
     assert str(results[0]) == "rank 6: out of memory"
