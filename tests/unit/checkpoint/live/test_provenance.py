@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +23,7 @@ from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.ranks import collective_plan
 from keepstep.checkpoint.ranks.collective_plan import PlanCache, agree_on_save
 from tests.adaptive_timeouts import patient
+from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 STATE = {"w": torch.arange(3.0)}
 CONFIG = {
@@ -49,26 +49,15 @@ def test_provenance_has_versions_ranks_and_the_time_in_utc() -> None:
     }
 
 
-def test_rank_0_alone_says_where_a_state_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_alone_says_where_a_state_comes_from() -> None:
     """So that the ranks agree, and its time is in no digest that they compare."""
-
-    def gather(
-        prepare: Callable[[], Any], tell: Callable[[Any], Any], _: object
-    ) -> tuple[Any, list[Any], list[Any]]:
-        """Say that the other rank has no documents."""
-        prepared = prepare()
-        own = tell(prepared)
-        other = [*own[:2], {}, *own[3:]]
-        return prepared, [own, other] if collective_plan.rank() == 0 else [other, own], []
-
-    monkeypatch.setattr(collective_plan, "on_all_ranks_exchanging", gather)
-    names = []
-    for rank in (0, 1):
-        monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(collective_plan, "_plan", lambda *_: (None, None))
-        agreed = agree_on_save(lambda: LiveState((), {"values": {}}), None, PlanCache())
-        names.append(set(agreed.documents))
-    assert names == [{"values", "provenance"}, {"values"}]
+    ranks = ThreadRanks(2)
+    agreed = ranks.run(
+        lambda rank: agree_on_save(
+            lambda: LiveState((), {f"rank/{rank}": {}}), None, PlanCache(), ranks.group
+        )
+    )
+    assert [set(own.documents) for own in agreed] == [{"rank/0", "provenance"}, {"rank/1"}]
 
 
 @pytest.mark.parametrize("block", [True, False])
