@@ -157,10 +157,7 @@ def check_described(
 
 
 def _check_parts(where: str, key: str, entry: dict[str, Json], tensors: _Tensors) -> None:
-    spec = tensors.get(key)
-    if spec is None:
-        # Former releases wrote the parts of further names of tied weights, too.
-        return
+    spec = _spec(tensors, key, where)
     try:
         table = PartTable.from_json(entry)
     except ValueError as error:
