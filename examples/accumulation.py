@@ -3,9 +3,8 @@
 `keepstep run --nproc-per-node 2 examples/accumulation.py --steps 200`
 
 One list of micro-batches of `job.batches` is one optimizer step. The scale of the GradScaler is
-part of the state, so a run that recovers scales as one that nothing disturbed. `build` makes a new
-scaler, as an old one remembers of a step under way what belongs to the optimizer of that
-generation.
+part of the state, so a run that recovers scales as an undisturbed one. `build` makes a new scaler,
+since an old one remembers parts of a step under way that belong to the optimizer of its generation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import keepstep
 @click.command()
 @click.option("--steps", default=100)
 @click.option("--global-batch", default=16)
-@click.option("--micro-batch", default=4, help="Samples at a time on a rank, at most.")
+@click.option("--micro-batch", default=4, help="Greatest number of samples at a time on a rank.")
 @click.option("--width", default=64)
 @click.option("--clip", default=1.0, help="Greatest norm of the gradient.")
 def main(steps: int, global_batch: int, micro_batch: int, width: int, clip: float) -> None:
@@ -63,7 +62,7 @@ def main(steps: int, global_batch: int, micro_batch: int, width: int, clip: floa
                     loss += part.detach()
                 scaler.unscale_(job.optimizer)
                 norm = torch.nn.utils.clip_grad_norm_(job.model.parameters(), clip)
-                # It leaves the step out where the scale was too great.
+                # It skips the step if the scale was too great.
                 scaler.step(job.optimizer)
                 scaler.update()
             if step.completed and job.world.rank == 0 and job.steps % 10 == 0:

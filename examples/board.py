@@ -1,4 +1,4 @@
-"""Scalars in TensorBoard that have each step once, whatever fails while they are written."""
+"""Writes scalars for TensorBoard that have each step once, whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ except ImportError as missing:
 
 
 class StepBoard:
-    """Writes each step's values, by rank 0, and how many ranks there are.
+    """Writes each step's values, by rank 0, and the number of ranks.
 
-    TensorBoard drops what was written of steps that the job computes again: pass `on_generation`
-    to `keepstep.Callbacks`.
+    TensorBoard drops the values of steps that the job computes again: pass `on_generation` to
+    `keepstep.Callbacks`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -24,7 +24,7 @@ class StepBoard:
         self._writer: SummaryWriter | None = None
 
     def on_generation(self, entered: keepstep.GenerationEntered) -> None:
-        """Begin a file that takes the place of all steps that the state does not have."""
+        """Begin a file that replaces all steps that the state does not have."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

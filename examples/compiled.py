@@ -2,8 +2,8 @@
 
 `keepstep run --nproc-per-node 2 examples/compiled.py --steps 200`
 
-What was compiled for a generation's process groups is dropped with them and compiled again for the
-next ones, mostly from TorchInductor's cache. A C++ compiler is needed on CPUs.
+Code compiled for a generation's process groups is dropped with them and compiled again for the next
+ones, mostly from TorchInductor's cache. A C++ compiler is needed on CPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(steps: int, global_batch: int, width: int, layers: int, backend: str) -
         with torch.device("meta"):
             model = GPT(GPTConfig(width=width, layers=layers, context=64))
         for block in model.blocks:
-            # In place, so that names stay; FSDP's hooks are outside of what is compiled.
+            # In place, so that names stay; FSDP's hooks are outside the compiled code.
             block.compile(backend=backend, fullgraph=True)
             fully_shard(block, mesh=world.mesh["dp"])
         fully_shard(model, mesh=world.mesh["dp"])

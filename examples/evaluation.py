@@ -2,8 +2,8 @@
 
 `keepstep run --nproc-per-node 2 examples/evaluation.py --steps 2000`
 
-The evaluation stands before the step: it is of the state that the step begins with. If a peer fails
-in it, the job recovers, and it runs again for the state that the job goes on from.
+The evaluation comes before the step: it evaluates the state that the step begins with. If a peer
+fails in it, the job recovers, and the evaluation runs again for the restored state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Patience:
         self._without_progress = 0
 
     def is_over(self, loss: float) -> bool:
-        """Note an evaluation; return whether there were too many without progress."""
+        """Record an evaluation; return whether there were too many without progress."""
         self._without_progress = 0 if loss < self._best else self._without_progress + 1
         self._best = min(self._best, loss)
         return self._without_progress >= self._evaluations

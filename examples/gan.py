@@ -28,7 +28,7 @@ def network(inputs: int, outputs: int) -> nn.Module:
 
 
 class Ring:
-    """Points on a circle: what the generator shall learn."""
+    """Points on a circle, for the generator to learn."""
 
     def __len__(self) -> int:
         return 4096
@@ -67,7 +67,7 @@ def main(steps: int, global_batch: int) -> None:
                 (loss * step.loss_scale).backward()
                 of_discriminator.step()
                 deceives = -F.logsigmoid(discriminator(fake)).mean() * step.loss_scale
-                # What it adds to the discriminator's gradients is cleared when a step begins.
+                # Its gradients of the discriminator are cleared when a step begins.
                 deceives.backward()
                 of_generator.step()
             if step.completed and job.world.rank == 0 and job.steps % 50 == 0:

@@ -161,7 +161,7 @@ class LocalCluster:
         self.agents[node].send_signal(signal.SIGTERM)
 
     def wait_until(self, condition: Callable[[View], bool], timeout_s: float) -> View:
-        """Follow the job's state until a condition holds; return the view in which it does.
+        """Follow the job's state until a condition holds; return that view.
 
         Raises:
             TimeoutError: it did not hold in time; the message has the agents' last output.
@@ -182,7 +182,7 @@ class LocalCluster:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    # Before the pause in which nothing changes any more.
+                    # Before the pause at the end, in which nothing changes.
                     is_settled = self.is_over and view is not None and not view.nodes
                     if (await asyncio.wait({next_view}, timeout=_QUIET_S))[0]:
                         view = next_view.result()
@@ -201,7 +201,7 @@ class LocalCluster:
 
     @property
     def is_over(self) -> bool:
-        """Whether agents were started, and none of those that were not killed lives."""
+        """Return whether agents were started, and all of them have ended or were killed."""
         return bool(self.agents) and all(agent.poll() is not None for agent in self.agents.values())
 
     def output(self) -> str:

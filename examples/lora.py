@@ -62,7 +62,7 @@ def optimize_adapters(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 @click.option("--global-batch", default=8)
 @click.option("--width", default=64)
 @click.option("--rank", default=4, help="Rank of the adapters.")
-@click.option("--base", help="Checkpoint of the weights that the adapters are for.")
+@click.option("--base", help="Checkpoint of the base model's weights.")
 @click.option("--checkpoint", help="URL to store checkpoints under.")
 def main(
     steps: int, global_batch: int, width: int, rank: int, base: str | None, checkpoint: str | None

@@ -19,7 +19,7 @@ class StepFile:
         self._path = path
 
     def on_generation(self, entered: keepstep.GenerationEntered) -> None:
-        """Remove the lines of steps that are not in the state that the job goes on from."""
+        """Remove the lines of steps that the restored state does not have."""
         if entered.rank != 0 or not self._path.exists():
             return
         # A process that was killed may have written part of its last line.

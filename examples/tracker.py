@@ -66,7 +66,7 @@ class Tracker:
         self._sends = False
 
     def on_generation(self, entered: keepstep.GenerationEntered) -> None:
-        """Note who sends from now on."""
+        """Record the rank that sends from now on."""
         self._sends = entered.rank == 0
 
     def on_snapshot(self, committed: keepstep.SnapshotCommitted) -> None:
@@ -79,7 +79,7 @@ class Tracker:
                 self._record.append(step, values)
 
     def write(self, step: int, **values: float) -> None:
-        """Have a step's values sent once it is safe; inside `with job.step()`."""
+        """Queue a step's values, to be sent once it is safe; inside `with job.step()`."""
         self._waiting[step] = values
 
     def finish(self) -> None:
@@ -88,9 +88,9 @@ class Tracker:
         self.on_snapshot(keepstep.SnapshotCommitted(generation=0, step=last))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is not sent yet: a process that takes this one's place sends it."""
+        """Return the unsent values: a process that replaces this one sends them."""
         return {"waiting": [[step, values] for step, values in self._waiting.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was not sent in a state."""
+        """Continue with the unsent values of a state."""
         self._waiting = {step: dict(values) for step, values in state["waiting"]}

@@ -251,10 +251,10 @@ def back_end(group: dist.ProcessGroup, device: torch.device) -> Any:
     from torch.distributed import distributed_c10d
 
     wrapper = distributed_c10d._ProcessGroupWrapper  # type: ignore[attr-defined]
-    found: Any = group._get_backend(device)
-    while isinstance(found, wrapper):
-        found = found.wrapped_pg
-    return found
+    back_end: Any = group._get_backend(device)
+    while isinstance(back_end, wrapper):
+        back_end = back_end.wrapped_pg
+    return back_end
 
 
 def mesh_group_names(mesh: DeviceMesh) -> list[str]:

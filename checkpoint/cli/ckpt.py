@@ -261,11 +261,11 @@ def verify(
     listed: Sequence[StoredStep | None] = list_steps(storage) if everything else (None,)
     for stored in listed:
         if stored is None:
-            wanted, name = (step, generation), "the newest" if step is None else f"step {step}"
+            chosen_step, name = (step, generation), "the newest" if step is None else f"step {step}"
         else:
-            wanted, name = (stored.step, stored.generation), stored.directory
+            chosen_step, name = (stored.step, stored.generation), stored.directory
         try:
-            source = StoredCheckpoint.open(storage, *wanted)
+            source = StoredCheckpoint.open(storage, *chosen_step)
             name = source.stored.directory
             with progress(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json

@@ -344,10 +344,10 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
         location=locate(source, step=step), rules=given, config=configuration_in(config)
     )
     opened = request.open_as_spelled()
-    found = report(given, opened.source, configuration(opened, request.config))
-    for line in found.lines():
+    outcome = report(given, opened.source, configuration(opened, request.config))
+    for line in outcome.lines():
         echo(line)
-    if not found.is_complete:
+    if not outcome.is_complete:
         sys.exit(1)
 
 

@@ -20,7 +20,7 @@ from keepstep.checkpoint.live.model_parameters import name_cleaner
 def averages_in(model: nn.Module) -> dict[str, Average]:
     """Return the parameters of a module that are averages, with those they average, all by key."""
     clean = name_cleaner(model)
-    found: dict[str, Average] = {}
+    averages: dict[str, Average] = {}
     paths = {
         path: module for path, module in model.named_modules() if isinstance(module, AveragedModel)
     }
@@ -30,10 +30,10 @@ def averages_in(model: nn.Module) -> dict[str, Average]:
             continue
         place, source = clean(path), clean(averaged)
         for name in _shapes(averaging.module):
-            found[_key(place, f"module.{name}")] = Average(
+            averages[_key(place, f"module.{name}")] = Average(
                 of=_key(source, name), count=_key(place, "n_averaged")
             )
-    return found
+    return averages
 
 
 def stored_averages(

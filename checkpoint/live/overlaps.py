@@ -50,8 +50,8 @@ def _overlapping(fills: Sequence[Fill]) -> Iterator[list[Fill]]:
     def storage(item: Fill) -> int:
         return item.tensor.data.untyped_storage().data_ptr()
 
-    held = [item for item in fills if item.tensor.data.numel() and storage(item)]
-    for _, sharing in groupby(sorted(held, key=storage), key=storage):
+    nonempty = [item for item in fills if item.tensor.data.numel() and storage(item)]
+    for _, sharing in groupby(sorted(nonempty, key=storage), key=storage):
         group: list[Fill] = []
         end = 0
         for item in sorted(sharing, key=lambda item: _span(item.tensor.data)):

@@ -114,9 +114,9 @@ def local_boxes_of_parts(
             f"a tensor placed as {tuple(placements)} is split before tensor parallelism slices its "
             "parts, and cannot be stored; apply tensor parallelism first"
         )
-    held = range(table.local_extent(degree))
+    own_range = range(table.local_extent(degree))
     for split in ordered[1:]:
-        held = _chunk(held, split.parts, split.number)
+        own_range = _chunk(own_range, split.parts, split.number)
     others = [n if axis != table.axis else 0 for axis, n in enumerate(shape)]
     box = local_box(
         others,
@@ -126,8 +126,8 @@ def local_boxes_of_parts(
     )
     boxes = []
     for piece in table.pieces(degree, number):
-        start = max(piece.local_offset, held.start)
-        stop = min(piece.local_offset + piece.extent, held.stop)
+        start = max(piece.local_offset, own_range.start)
+        stop = min(piece.local_offset + piece.extent, own_range.stop)
         if start < stop:
             offset, extents = list(box.offset), list(box.shape)
             offset[table.axis] = piece.global_offset + start - piece.local_offset

@@ -109,9 +109,9 @@ def _are_equal(origin: Origin, other: Origin, further: _FurtherName, source: Sou
     shape = other.spec.shape[::-1] if is_turned else other.spec.shape
     if origin.spec.dtype != other.spec.dtype or origin.spec.shape != shape:
         return False
-    held = origin.in_its_terms(further.tensor).box.intersect(Box.whole(shape))
+    common = origin.in_its_terms(further.tensor).box.intersect(Box.whole(shape))
     dtype = numpy_dtype(origin.spec.dtype)
-    for box in _parts(held, dtype.itemsize):
+    for box in _parts(common, dtype.itemsize):
         turned = Box(box.offset[::-1], box.shape[::-1]) if is_turned else box
         first, second = _read(source, origin.key, box), _read(source, other.key, turned)
         if is_turned:

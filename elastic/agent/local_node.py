@@ -20,7 +20,7 @@ class LocalNode:
         membership: the present one; set before anything uses it.
         connections: to other agents; set before anything uses it.
         drained: the newest generation that has ended here; 0: none.
-        ordered: the newest one whose workers were told to abort; 0: none.
+        ordered: the newest one whose workers have the order to abort; 0: none.
         paused: the newest one whose workers ended because the job is paused; 0: none.
     """
 

@@ -205,8 +205,8 @@ class Membership:
                 ):
                     if self.held is not None and self.held.snapshot is not None:
                         log.error(
-                            "job %s has begun anew meanwhile; what this node held of it in memory "
-                            "is given up",
+                            "job %s has started again meanwhile; its state in this node's memory "
+                            "is dropped",
                             self._keys.job,
                         )
                     break
@@ -216,7 +216,7 @@ class Membership:
     async def restore_job(self) -> None:
         """Write the job's keys at once if the coordinator has lost them.
 
-        A node that comes to it first would begin the job anew while this one still stops its
+        A node that comes to it first would start the job again while this one still stops its
         workers. Where the coordinator does not answer, the next membership sees to it.
         """
         with suppress(StoreUnavailable, TimeoutError):
@@ -435,7 +435,7 @@ class Membership:
         return True
 
     def _take_over(self, view: View) -> None:
-        """Go on from what was read anew."""
+        """Go on from a view that was read again."""
         check_view(view)
         self._show(view)
 

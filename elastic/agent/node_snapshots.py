@@ -95,9 +95,9 @@ class NodeSnapshots:
         announced, known = self._announced, self._committed
         if announced is None or announced.after <= self._node.membership.view.revision:
             return None
-        is_told = known is not None and announced.snapshot <= known
+        is_recorded = known is not None and announced.snapshot <= known
         due_s = self._waits_since_s + HOLD_S
-        return None if is_told or due_s <= time.monotonic() else due_s
+        return None if is_recorded or due_s <= time.monotonic() else due_s
 
     @property
     def _waits_since_s(self) -> float:
@@ -105,7 +105,7 @@ class NodeSnapshots:
         return min(self._unconfirmed_since_s, self._node.membership.answered_s)
 
     @property
-    def _told(self) -> SnapshotId | None:
+    def _announced_commit(self) -> SnapshotId | None:
         """The newest snapshot of the generation that is known here to be committed."""
         known = self._committed
         is_own = known is not None and known.generation == self._node.worker_group.generation
@@ -116,14 +116,14 @@ class NodeSnapshots:
         self._node.membership.update(
             sealed=self.server.sealed,
             protected=self.server.protected,
-            committed=self._told,
+            committed=self._announced_commit,
             **changes,
         )
 
     async def fence(self, generation: int) -> None:
         """Have nothing more sealed of a generation, and record that."""
         await self.server.fence(generation)
-        self._node.membership.update(fenced=generation, committed=self._told)
+        self._node.membership.update(fenced=generation, committed=self._announced_commit)
 
     async def follow(self) -> None:
         """Pass on what has been committed and stored, and begin to write what is to be stored."""

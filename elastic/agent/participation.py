@@ -149,7 +149,7 @@ class Participation:
                 except LeaseLost as lost:
                     result = self._node.membership.view.result
                     if result is not None:
-                        # To join again would begin the job anew.
+                        # Joining again would restart the job.
                         return self._end_with(result)
                     log.error("%s; its workers stop, joining again", lost)
                     member_until_s = time.monotonic()

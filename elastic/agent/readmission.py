@@ -119,7 +119,7 @@ async def return_after_eviction(
     if not await outlast_outage(lambda: _runs(store, keys), outage_s):
         return False
     await readmit(store, job, node, directory, check, outage_s)
-    # To join a job that has ended would begin it anew.
+    # Joining a job that has ended would restart it.
     return await outlast_outage(lambda: _runs(store, keys), outage_s)
 
 

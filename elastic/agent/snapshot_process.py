@@ -148,7 +148,7 @@ class SnapshotProcess:
             on_event: called when a snapshot is sealed and protected here, when a restored state
                 has been checked, when a part of a checkpoint is written or has failed to be, and
                 when the server has died.
-            limits: how fast the server sends and writes beside the training.
+            limits: of the server's sending and writing during training.
 
         Raises:
             JobFailed: it does not start.

@@ -267,7 +267,7 @@ class WorkerGroup:
             await worker.assign(assignment, store_descriptor if local_rank == 0 else None)
 
     def _tell_of_new_beginning(self) -> None:
-        """Say that the script begins anew, which is not what people expect of a recovery."""
+        """Log that the script restarts, which users do not expect of a recovery."""
         if self.workers and not any(worker.has_joined for worker in self.workers.values()):
             log.warning(
                 "%s has not called keepstep.join: it begins at its start", self._command.target
@@ -391,7 +391,7 @@ class WorkerGroup:
         await asyncio.gather(*self._stopping)
 
     def forget(self) -> None:
-        """Begin anew, for a job in which the node has taken no part; after `stop`."""
+        """Begin again, for a job in which the node has taken no part; after `stop`."""
         self._begin(0)
         self._first_step_s = None
 

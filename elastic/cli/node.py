@@ -83,23 +83,23 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
     """
     async with AsyncExitStack() as stack:
         job = start.options["job"] or start.options["rdzv_id"]
-        found = await stack.enter_async_context(
+        connected = await stack.enter_async_context(
             coordinator(start.options, start.policy.min_nodes, start.directory)
         )
         if job is None:
             # All nodes of a job must find the same name; other jobs of this machine another one.
-            suffix = f"-{uuid.uuid4().hex[:6]}" if found.is_private else ""
+            suffix = f"-{uuid.uuid4().hex[:6]}" if connected.is_private else ""
             job = f"{Path(start.command.target).stem}{suffix}"
-        if found.is_own:
-            stack.enter_context(registered(job, found.address))
+        if connected.is_own:
+            stack.enter_context(registered(job, connected.address))
         given = start.options["local_addr"]
-        host = without_brackets(given) if given else _own_address(found.address)
+        host = without_brackets(given) if given else _own_address(connected.address)
         _check_host(host)
         try:
             node = start.options["node"] or stack.enter_context(own_node_name(job))
         except (NotPrivate, OSError) as error:
             raise UsageError(f"no name for this node: {error}; give --node NAME") from error
-        await readmit(found.store, job, node, start.directory)
+        await readmit(connected.store, job, node, start.directory)
         config = AgentConfig(
             job=job,
             node=node,
@@ -118,10 +118,10 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             spares=start.options["spares"],
             limits=start.limits,
             is_recorded=start.options["monitor"],
-            serves_coordinator=found.is_own,
+            serves_coordinator=connected.is_own,
         )
-        log.info("job %s on %s", job, found.address.url)
-        if found.is_own and start.policy.max_nodes > 1:
+        log.info("job %s on %s", job, connected.address.url)
+        if connected.is_own and start.policy.max_nodes > 1:
             log.warning(
                 "this node serves the coordinator: if it is lost, training stands still until its "
                 "line is run again; --store with an etcd of its own outlives any node"
@@ -129,7 +129,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
         failure: JobFailed | None = None
         succeeded = False
         try:
-            succeeded = await _take_part(found.store, config, start.fork_server, stop)
+            succeeded = await _take_part(connected.store, config, start.fork_server, stop)
         except asyncio.CancelledError:
             log.error("interrupted: workers were killed")
             return False
@@ -138,8 +138,8 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             failure = failed
         if start.fork_server is not None:
             await start.fork_server.close()
-        if found.is_own:
-            serving = asyncio.ensure_future(_serve_others(found.store, job))
+        if connected.is_own:
+            serving = asyncio.ensure_future(_serve_others(connected.store, job))
             stop.connect(None, serving)
             try:
                 await serving

@@ -221,9 +221,9 @@ def _restored_state(view: View) -> dict[str, Any] | None:
 def _describe_restored_state(state: Mapping[str, Any] | None) -> list[str]:
     if state is None:
         return []
-    found = f"differs in {', '.join(state['differing'])}" if state["differing"] else "equal"
+    comparison = f"differs in {', '.join(state['differing'])}" if state["differing"] else "equal"
     nbytes = f"{state['compared_nbytes'] / 2**20:.1f} MiB"
-    return [f"last restored state:     step {state['step']}, {nbytes} compared: {found}"]
+    return [f"last restored state:     step {state['step']}, {nbytes} compared: {comparison}"]
 
 
 def _replicas(view: View) -> dict[str, Any] | None:

@@ -67,15 +67,15 @@ class SplitStream(Generic[T]):
                 f"the stream has {by_chance}. As it is, it gives other samples each time that it "
                 "is read, so that after a recovery samples would be lost or repeated"
             )
-        held = samples_outside_state(part)
-        if held and not self._has_named and partition.number == 0:
+        lost_samples = samples_outside_state(part)
+        if lost_samples and not self._has_named and partition.number == 0:
             self._has_named = True
             log.warning(
                 "the stream has %s, which its state leaves out: after a recovery its epoch is read "
                 "again up to where it was. keepstep.Shuffled(source, block) goes on at once",
-                held,
+                lost_samples,
             )
-        return _PartReader(part, partition, state, has_whole_state=not held)
+        return _PartReader(part, partition, state, has_whole_state=not lost_samples)
 
 
 class _PartReader(Generic[T]):

@@ -143,10 +143,10 @@ def needs_decision(
         wall_s: wall-clock seconds.
         decides_in_s: seconds until the leader decides again in any case; None: never.
     """
-    generation, known = view.generation, view.snapshot
-    if generation is None or known is None or decides_in_s is None:
+    generation, recorded = view.generation, view.snapshot
+    if generation is None or recorded is None or decides_in_s is None:
         return True
-    if decides_in_s > known.at_s + COMMIT_INTERVAL_S - wall_s + _CLOCK_TOLERANCE_S:
+    if decides_in_s > recorded.at_s + COMMIT_INTERVAL_S - wall_s + _CLOCK_TOLERANCE_S:
         return True
     commit = SnapshotCommit(announced, generation.members, generation.parity)
     return is_due(view, commit, present_members(view, generation), wall_s)
@@ -214,10 +214,10 @@ def is_due(
     These are the first of a generation, which releases holders of older ones; one that is to be
     stored; the last one; and from time to time any, for observers of the job.
     """
-    known = view.snapshot
-    if known is None or known.snapshot.generation < commit.snapshot.generation:
+    recorded = view.snapshot
+    if recorded is None or recorded.snapshot.generation < commit.snapshot.generation:
         return True
-    if not known.at_s <= wall_s < known.at_s + COMMIT_INTERVAL_S:
+    if not recorded.at_s <= wall_s < recorded.at_s + COMMIT_INTERVAL_S:
         return True
     if any(record.finishing for record in present):
         return True

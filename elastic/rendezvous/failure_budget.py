@@ -89,16 +89,16 @@ def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | No
         for record in present
         if record.generation == old.generation and record.failure is not None
     ]
-    own = [found for found in failed if found[0].kind.is_cause]
-    if own:
+    causes = [pair for pair in failed if pair[0].kind.is_cause]
+    if causes:
         first, node = min(
-            own, key=lambda found: (found[0].kind is FailureKind.STANDSTILL, found[0].at_s)
+            causes, key=lambda pair: (pair[0].kind is FailureKind.STANDSTILL, pair[0].at_s)
         )
         if first.kind is not FailureKind.STANDSTILL:
             return first, node
         # All nodes stand still, and the cause is not known.
-        return joint_failure([failure for failure, _ in own]), ""
+        return joint_failure([failure for failure, _ in causes]), ""
     is_explained = any(failure.kind is FailureKind.RESTART for failure, _ in failed)
     if not failed or is_explained or len(present) < len(old.members):
         return None, ""
-    return min(failed, key=lambda found: found[0].at_s)[0], ""
+    return min(failed, key=lambda pair: pair[0].at_s)[0], ""

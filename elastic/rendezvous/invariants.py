@@ -369,12 +369,12 @@ def _check_opening(before: View, after: View, generation: Generation) -> None:
             f"{after.snapshot} and {generation.resume}",
         )
     if generation.resume is not None:
-        known = before.snapshot.snapshot if before.snapshot is not None else None
+        committed = before.snapshot.snapshot if before.snapshot is not None else None
         resumed = generation.resume.snapshot
-        if resumed != known and (old is None or resumed.generation != old.generation):
+        if resumed != committed and (old is None or resumed.generation != old.generation):
             raise InvariantViolated(
                 "a generation resumes from the committed snapshot, or a newer one of the last",
-                f"{resumed}, committed is {known}",
+                f"{resumed}, committed is {committed}",
             )
 
 
@@ -497,14 +497,14 @@ def _check_evicted(policy: RendezvousPolicy, view: View, node: str) -> None:
 
 
 def _check_loaded(view: View, checkpoint: CheckpointRecord) -> None:
-    found = [joined.record.loaded for joined in view.nodes.values() if joined.record.loaded]
+    reported = [joined.record.loaded for joined in view.nodes.values() if joined.record.loaded]
     if not any(
         (loaded.step, loaded.newest_generation) == (checkpoint.step, checkpoint.base)
-        for loaded in found
+        for loaded in reported
     ):
         raise InvariantViolated(
             "a checkpoint of an earlier launch is recorded as rank 0 found it",
-            f"{checkpoint}, found was {found}",
+            f"{checkpoint}, found was {reported}",
         )
 
 

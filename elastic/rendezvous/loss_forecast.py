@@ -90,8 +90,10 @@ def forecast_loss(view: View, lost: Collection[str], wall_s: float) -> LossForec
     serving = tuple(node for node in names if view.nodes[node].record.serves_coordinator)
     if not serving and all(generation.member(node) is None for node in names):
         return LossForecast(lost=names, has_place=False)
-    known = _with_committed(view)
-    after = replace(known, nodes={n: j for n, j in known.nodes.items() if n not in names})
+    complete_view = _with_committed(view)
+    after = replace(
+        complete_view, nodes={n: j for n, j in complete_view.nodes.items() if n not in names}
+    )
     resume = newest_restorable(after, generation) or completed_by_storage(after)
     step, source = _resume_point(after, resume)
     nodes = eligible(after)

@@ -170,8 +170,8 @@ def trusts_uncommitted(view: View) -> bool:
 def newest_known_commit(present: Iterable[NodeRecord], generation: Generation) -> SnapshotId | None:
     """Return the newest snapshot of a generation that present members know as committed."""
     number = generation.generation
-    known = (record.committed for record in present)
-    return max((s for s in known if s is not None and s.generation == number), default=None)
+    commits = (record.committed for record in present)
+    return max((s for s in commits if s is not None and s.generation == number), default=None)
 
 
 def newest_committed(view: View, generation: Generation) -> SnapshotCommit | None:
@@ -180,20 +180,20 @@ def newest_committed(view: View, generation: Generation) -> SnapshotCommit | Non
     A commit that reached a member after the order to abort may be of garbage that an abort has
     left.
     """
-    known = (
+    newest = (
         newest_known_commit(present_members(view, generation), generation)
         if view.abort_order is None
         else view.abort_order.committed
     )
-    if known is None or (view.snapshot is not None and known <= view.snapshot.snapshot):
+    if newest is None or (view.snapshot is not None and newest <= view.snapshot.snapshot):
         return view.snapshot
-    return SnapshotCommit(known, generation.members, generation.parity)
+    return SnapshotCommit(newest, generation.members, generation.parity)
 
 
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
     """Return the newest snapshot, committed or not, that the present members can restore."""
-    known = (view.snapshot, newest_committed(view, generation))
-    candidates = [replace(commit, shard_rebuilds=()) for commit in known if commit is not None]
+    commits = (view.snapshot, newest_committed(view, generation))
+    candidates = [replace(commit, shard_rebuilds=()) for commit in commits if commit is not None]
     sealed = {
         snapshot
         for record in present_members(view, generation)

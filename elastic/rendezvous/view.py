@@ -286,9 +286,9 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
             report.lease, report.generation, report.server
         )  # fmt: skip
         if is_current and record.phase in (NodePhase.STARTING, NodePhase.RUNNING):
-            known = max(record.protected, report.protected, key=lambda held: held[-1:])
+            protected = max(record.protected, report.protected, key=lambda held: held[-1:])
             newer = replace(
-                record, sealed=known, protected=known, step=max(record.step, report.step)
+                record, sealed=protected, protected=protected, step=max(record.step, report.step)
             )
             nodes[node] = JoinedNode(newer, joined.created)
     return replace(view, nodes=nodes)

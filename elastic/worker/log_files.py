@@ -125,8 +125,8 @@ class LogFile:
 
 def log_files(directory: Path) -> list[LogFile]:
     """Return the files of workers' output in a directory; none if there is no such directory."""
-    found = ((path, _NAME.fullmatch(path.name)) for path in directory.glob("*.log"))
-    return [LogFile(path, int(match[1]), int(match[2])) for path, match in found if match]
+    matches = ((path, _NAME.fullmatch(path.name)) for path in directory.glob("*.log"))
+    return [LogFile(path, int(match[1]), int(match[2])) for path, match in matches if match]
 
 
 def copies_output(command: Sequence[str]) -> bool:

@@ -197,8 +197,8 @@ def _of_the_surroundings() -> tuple[type[BaseException], ...]:
     torch = sys.modules.get("torch")
     # A device's memory may be another process's for a moment, such as of one that is ending.
     names = ("AcceleratorError", "OutOfMemoryError")
-    found = (attrgetter(name)(torch) for name in names if torch is not None)
-    return (OSError, MemoryError, CheckpointError, ElasticError, *found)
+    error_types = (attrgetter(name)(torch) for name in names if torch is not None)
+    return (OSError, MemoryError, CheckpointError, ElasticError, *error_types)
 
 
 def is_fatal(error: BaseException) -> bool:

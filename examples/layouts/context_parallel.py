@@ -1,10 +1,10 @@
-"""Cuts long sequences up over two ranks, and shards parameters over all: CP with FSDP.
+"""Splits long sequences over two ranks, and shards parameters over all: CP with FSDP.
 
 `keepstep run --nproc-per-node 4 examples/layouts/context_parallel.py`
 
 Each rank has its part of every sequence, and gathers the keys and values of the others. PyTorch's
-own `context_parallel` (ring attention) takes the place of `GatheringAttention` on GPUs: it has no
-kernel for CPUs.
+own `context_parallel` (ring attention) replaces `GatheringAttention` on GPUs: it has no kernel for
+CPUs.
 """
 
 import functools

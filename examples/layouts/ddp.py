@@ -16,7 +16,7 @@ config = Config()
 
 
 def build(world: keepstep.World) -> keepstep.State:
-    # DDP needs a model that has memory; what it is filled with counts at the job's start only.
+    # DDP needs a model that has memory; its initial values count only at the job's start.
     model = Transformer(config).to(world.device)
     initialize(model)
     replicated = DistributedDataParallel(model, process_group=world.mesh.get_group("dp"))

@@ -48,7 +48,7 @@ class SpreadExperts(Experts):
         to_each = counts.view(ranks, -1).sum(1).tolist()
         from_each = received.view(ranks, -1).sum(1).tolist()
         arrived = exchange(tokens, to_each, from_each, group)
-        # They come ordered by rank and then by expert; sort them by expert.
+        # They arrive ordered by rank and then by expert; sort them by expert.
         experts = len(received) // ranks
         expert = torch.arange(len(received), device=tokens.device) % experts
         order = expert.repeat_interleave(received).argsort(stable=True)

@@ -19,7 +19,7 @@ config = Config()
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> nn.Module:
-    """Shard each layer by itself, and what is left together."""
+    """Shard each layer by itself, and the rest together."""
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)

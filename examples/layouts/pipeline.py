@@ -46,7 +46,7 @@ class Stages(nn.Module):
 def pipeline(
     world: keepstep.World, config: Config, schedule: str, micro_batches: int = MICRO_BATCHES
 ) -> tuple[nn.Module, PipelineScheduleSingle | PipelineScheduleMulti]:
-    """Return this rank's stages, sharded over `dp`, and what runs them."""
+    """Return this rank's stages, sharded over `dp`, and their schedule."""
     kind = get_schedule_class(schedule)
     mesh = world.mesh["pp"]
     rank, ranks = mesh.get_local_rank(), mesh.size()

@@ -1,4 +1,4 @@
-"""Cuts each layer up over two ranks, sequences included, and shards over the others: TP with FSDP.
+"""Splits each layer over two ranks, sequences included, and shards over the others: TP with FSDP.
 
 `keepstep run --nproc-per-node 4 examples/layouts/tensor_parallel.py`
 """
@@ -46,7 +46,7 @@ LAYER = {
 
 
 def parallelize(model: Transformer, tp: DeviceMesh) -> None:
-    """Cut up each layer's heads and hidden units, and the sequences between them."""
+    """Split each layer's heads and hidden units, and the sequences between them."""
     parallelize_module(model, tp, WHOLE)
     for layer in model.layers.values():
         parallelize_module(layer, tp, LAYER)

@@ -1,7 +1,7 @@
 """Defines a small transformer that any layout can divide, and sequences that it can learn.
 
-Names of parameters are those of the whole model, whatever part of it a rank has: so its state moves
-from one layout to any other.
+A rank's parameters have their names in the whole model, so its state moves from one layout to any
+other.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits of tokens; a part takes what the part before it returns.
+        """Return logits of tokens; a part takes the result of the part before it.
 
         Args:
             x: int64 of shape (samples, length).

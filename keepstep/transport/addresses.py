@@ -61,11 +61,13 @@ def bound_socket(host: str, port: int, *, reuse: bool = False) -> socket.socket:
     Raises:
         OSError: the port is taken, or the address is not of this host.
     """
-    found = socket.getaddrinfo(
+    candidates = socket.getaddrinfo(
         without_brackets(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    found.sort(key=lambda one: one[0] != socket.AF_INET)
-    for left, (family, kind, number, _, target) in zip(range(len(found))[::-1], found, strict=True):
+    candidates.sort(key=lambda one: one[0] != socket.AF_INET)
+    for left, (family, kind, number, _, target) in zip(
+        range(len(candidates))[::-1], candidates, strict=True
+    ):
         bound = socket.socket(family, kind, number)
         try:
             if reuse:
@@ -237,8 +239,10 @@ def _open_unix(path: Path, deadline_s: float) -> socket.socket:
 
 
 def _open_tcp(place: TcpAddress, deadline_s: float) -> socket.socket:
-    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    for left, (family, kind, number, _, target) in zip(range(len(found))[::-1], found, strict=True):
+    candidates = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    for left, (family, kind, number, _, target) in zip(
+        range(len(candidates))[::-1], candidates, strict=True
+    ):
         connection = socket.socket(family, kind, number)
         try:
             connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))

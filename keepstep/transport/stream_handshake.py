@@ -105,8 +105,8 @@ async def accept_stream(
         prepare(raw)
         address = peer_name(raw)
         nonce = secrets.token_bytes(NONCE_NBYTES)
-        known = secret.result() if secret.done() else None
-        handshake = Handshake(protocol.server, node, known, nonce, address)
+        known_secret = secret.result() if secret.done() else None
+        handshake = Handshake(protocol.server, node, known_secret, nonce, address)
         async with asyncio.timeout(handshake_s):
             await _exchange(raw, handshake, address, secret)
         assert handshake.result is not None
@@ -141,9 +141,9 @@ async def _connect(address: str) -> socket.socket:
     if not isinstance(place, TcpAddress):
         raise ValueError(f"{address}: agents reach each other over TCP; use tcp:HOST:PORT")
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    candidates = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     last_error = OSError(f"{place.host} has no address")
-    for family, kind, number, _, target in found:
+    for family, kind, number, _, target in candidates:
         raw = socket.socket(family, kind, number)
         try:
             prepare(raw)

@@ -158,8 +158,8 @@ def _ranks(overview: Mapping[str, Any], heat: Mapping[str, Any], suspects: set[i
 
 def strip(cells: Sequence[float | None]) -> Text:
     """Return a rank's steps as a strip of blocks, relative to their own median."""
-    known = [cell for cell in cells if cell is not None]
-    usual = statistics.median(known) if known else 0.0
+    measured = [cell for cell in cells if cell is not None]
+    usual = statistics.median(measured) if measured else 0.0
     text = Text()
     for cell in cells:
         if cell is None or usual <= 0:

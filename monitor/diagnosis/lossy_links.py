@@ -144,12 +144,12 @@ def _shape_of_pairs(
 ) -> list[tuple[Subject | None, list[int]]]:
     """Return what slow pairs have in common: a rank, whose pairs they are; None for one pair."""
     remaining = set(np.flatnonzero(slow).tolist())
-    found: list[tuple[Subject | None, list[int]]] = []
+    shapes: list[tuple[Subject | None, list[int]]] = []
     ends = np.concatenate([first, second])
     lines = lines_of(ends, np.tile(slow, 2), np.tile(nearly, 2))
     for rank in sorted(lines):
         pairs = sorted({at % len(first) for at in lines[rank]} & remaining)
         if len(lines[rank]) >= 2 and pairs:
-            found.append((rank_subject(rank, nodes), pairs))
+            shapes.append((rank_subject(rank, nodes), pairs))
             remaining.difference_update(pairs)
-    return [*found, *((None, [pair]) for pair in sorted(remaining))]
+    return [*shapes, *((None, [pair]) for pair in sorted(remaining))]

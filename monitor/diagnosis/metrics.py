@@ -212,10 +212,10 @@ def _with_reading(
 
 def _new_errors(before: NodeMetrics, after: NodeMetrics) -> tuple[DeviceError, ...]:
     """Return the errors of devices that came between two readings."""
-    known = {gpu.index: gpu for gpu in before.gpus}
+    earlier_gpus = {gpu.index: gpu for gpu in before.gpus}
     errors: list[DeviceError] = []
     for gpu in after.gpus:
-        old = known.get(gpu.index, gpu)
+        old = earlier_gpus.get(gpu.index, gpu)
         if gpu.ecc_uncorrected > old.ecc_uncorrected:
             errors.append(DeviceError(after.at_s, gpu.index))
         codes = gpu.xids[max(0, old.xid_count - gpu.earlier_xids) :]

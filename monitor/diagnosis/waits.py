@@ -158,8 +158,8 @@ def _least_begun(
     identities, index, counts = np.unique(identity, return_inverse=True, return_counts=True)
     least = np.full(len(identities), np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(least, index, began)
-    known = (communicators.get(identity) for identity in identities.tolist())
-    sizes = np.array([len(communicator.ranks) if communicator else 0 for communicator in known])
+    members = (communicators.get(identity) for identity in identities.tolist())
+    sizes = np.array([len(communicator.ranks) if communicator else 0 for communicator in members])
     least[counts < sizes] = 0
     least_begun: np.ndarray = least[np.searchsorted(identities, wanted)]
     return least_begun

@@ -188,8 +188,8 @@ class XidListener:
             with suppress(self._nvml.NVMLError):
                 index = self._index_of.get(self._nvml.nvmlDeviceGetUUID(event.device))
                 if index is not None:
-                    known = self._xids.get(index, _NO_XIDS)
-                    self._xids[index] = known.with_code(int(event.eventData))
+                    earlier = self._xids.get(index, _NO_XIDS)
+                    self._xids[index] = earlier.with_code(int(event.eventData))
         return dict(self._xids)
 
     def close(self) -> None:

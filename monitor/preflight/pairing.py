@@ -91,10 +91,10 @@ def best_rates(rates: Iterable[tuple[str, float]], nodes: Iterable[str]) -> dict
         rates: a node of each link, and the link's rate.
         nodes: the nodes to return.
     """
-    wanted = frozenset(nodes)
+    all_nodes = frozenset(nodes)
     best: dict[str, float] = {}
     for node, rate in rates:
-        if node in wanted:
+        if node in all_nodes:
             best[node] = max(rate, best.get(node, 0.0))
     return best
 

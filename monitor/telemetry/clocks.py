@@ -251,8 +251,8 @@ def _estimates(shared: list[_SharedOperations], bounds: Floats, origin: int) -> 
         if not waiting[node] or not np.isfinite(nearest[node]):
             break
         waiting[node] = False
-        known = int(parent[node])
-        offsets[node] = offsets[known] + _estimated_difference(shared, bounds, known, node)
+        neighbour = int(parent[node])
+        offsets[node] = offsets[neighbour] + _estimated_difference(shared, bounds, neighbour, node)
         closer = waiting & (widths[node] < nearest)
         nearest[closer], parent[closer] = widths[node][closer], node
     return offsets

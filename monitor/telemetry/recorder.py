@@ -201,7 +201,7 @@ def _global_ranks(name: str, size: int) -> Sequence[int]:
 
     from keepstep.torch_internals import group_names
 
-    for group, known in list(group_names().items()):
-        if known == name and group.size() == size:
+    for group, group_name in list(group_names().items()):
+        if group_name == name and group.size() == size:
             return dist.get_process_group_ranks(group)
     return range(size)

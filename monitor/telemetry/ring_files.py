@@ -201,10 +201,10 @@ class Sweeper:
         dead: dict[tuple[Path, int], float] = {}
         for directory in directories:
             try:
-                found = _dead_files(directory)
+                leftovers = _dead_files(directory)
             except RingUnreadable:
                 continue
-            for path, inode in found:
+            for path, inode in leftovers:
                 since = self._dead_since.get((path, inode), now_s)
                 if now_s - since < self._keep_s:
                     dead[path, inode] = since
@@ -225,14 +225,14 @@ def _dead_files(directory: Path) -> list[tuple[Path, int]]:
     Raises:
         RingUnreadable: as `ring_paths` does.
     """
-    found: list[tuple[Path, int | None]] = []
+    leftovers: list[tuple[Path, int | None]] = []
     for path in sorted(_files(directory)):
         if unfinished := _UNFINISHED_NAME.fullmatch(path.name):
             if process_started(int(unfinished["process"])) != int(unfinished["started"]):
-                found.append((path, _inode(path)))
+                leftovers.append((path, _inode(path)))
         elif _RING_NAME.fullmatch(path.name) or _REMOVED_NAME.fullmatch(path.name):
-            found.append((path, _dead_ring(path)))
-    return [(path, inode) for path, inode in found if inode is not None]
+            leftovers.append((path, _dead_ring(path)))
+    return [(path, inode) for path, inode in leftovers if inode is not None]
 
 
 def _inode(path: Path) -> int | None:

@@ -98,10 +98,10 @@ class NodeClocks:
 
     def _known_or_delay(self, node: str, now_s: float) -> ClockOffset:
         from_delay = ClockOffset(self._delays_s[node], math.inf)
-        known = self.of(node, now_s) if node in self._known else from_delay
+        measured = self.of(node, now_s) if node in self._known else from_delay
         # The monotonic clock of a rebooted machine starts again at zero.
-        is_same_boot = abs(known.offset_s - from_delay.offset_s) < RESTARTED_S
-        return known if is_same_boot else from_delay
+        is_same_boot = abs(measured.offset_s - from_delay.offset_s) < RESTARTED_S
+        return measured if is_same_boot else from_delay
 
 
 def pause_s(every_s: float, took_s: float, *, is_complete: bool) -> float:

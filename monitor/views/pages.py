@@ -124,12 +124,12 @@ def job_status_json(
 def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
     """Return durations of steps or of one phase of them, ranks by steps, and their median."""
     heat_map = watch.rank_views.heat(columns, rows, phase)
-    known = heat_map.seconds[np.isfinite(heat_map.seconds)]
+    finite_s = heat_map.seconds[np.isfinite(heat_map.seconds)]
     return {
         "steps": heat_map.steps,
         "rows": heat_map.rows,
         "seconds": _numbers(heat_map.seconds),
-        "typical_s": float(np.median(known)) if known.size else None,
+        "typical_s": float(np.median(finite_s)) if finite_s.size else None,
     }
 
 

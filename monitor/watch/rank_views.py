@@ -82,8 +82,8 @@ class RankViews:
         self, ranks: Sequence[int], records_of: Callable[[RankHistory], np.ndarray]
     ) -> dict[int, RankRecords]:
         now_s = self._now_s()
-        known = [self._store.ranks[rank] for rank in ranks if rank in self._store.ranks]
-        nodes = {rank.state.node for rank in known}
+        stored = [self._store.ranks[rank] for rank in ranks if rank in self._store.ranks]
+        nodes = {rank.state.node for rank in stored}
         clocks = {node: self._clocks.of(node, now_s) for node in nodes}
         return {
             rank.state.rank: RankRecords(
@@ -96,7 +96,7 @@ class RankViews:
                 offset_s=clocks[rank.state.node].offset_s,
                 offset_error_s=clocks[rank.state.node].error_s,
             )
-            for rank in known
+            for rank in stored
         }
 
     def ranks(self) -> list[RankHistory]:

@@ -129,8 +129,8 @@ def typical_step_s(tables: Mapping[int, StepTable], steps: int = 50) -> float | 
     None before the first step has ended.
     """
     newest = heat_map(tables, steps, 1)
-    known = newest.seconds[np.isfinite(newest.seconds)]
-    return float(np.median(known)) if known.size else None
+    finite_s = newest.seconds[np.isfinite(newest.seconds)]
+    return float(np.median(finite_s)) if finite_s.size else None
 
 
 def group_ranks(ranks: Iterable[int], rows: int) -> tuple[tuple[int, ...], ...]:

@@ -315,8 +315,8 @@ class Watch:
 
     def _newest(self, states: Sequence[RankState]) -> RankState | None:
         """Return the newest of all known ranks and of the given ones."""
-        known = self._history.newest
-        return newest_of(states if known is None else (known, *states))
+        newest = self._history.newest
+        return newest_of(states if newest is None else (newest, *states))
 
     def _digest_local(self) -> Digest:
         ranks = [self._history.ranks[rank] for rank in self._local]
@@ -338,11 +338,11 @@ class Watch:
         """
         if state.rank in self._local:
             return True
-        known = self._history.ranks.get(state.rank)
+        stored = self._history.ranks.get(state.rank)
         return (
-            known is not None
-            and known.state.node != state.node
-            and (known.state.is_alive, known.state.created_at_s)
+            stored is not None
+            and stored.state.node != state.node
+            and (stored.state.is_alive, stored.state.created_at_s)
             > (state.is_alive, state.created_at_s)
         )
 
@@ -350,11 +350,13 @@ class Watch:
         """Return the ranks that a summary has without their states, and that other nodes have."""
         reported_ranks = {state.rank for state, _ in summary.ranks}
         nodes = {facts.node for facts in summary.nodes}
-        known = self._history.ranks
+        stored_ranks = self._history.ranks
         return {
             rank
             for rank in summary.present
-            if rank not in reported_ranks and rank in known and known[rank].state.node not in nodes
+            if rank not in reported_ranks
+            and rank in stored_ranks
+            and stored_ranks[rank].state.node not in nodes
         }
 
     def _drop_inactive(self) -> None:

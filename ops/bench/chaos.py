@@ -1,4 +1,4 @@
-"""Does harm to a real job at random, and checks that it keeps what is promised.
+"""Injects random faults into a real job, and checks that it keeps its promises.
 
 `python ops/bench/chaos.py --minutes 30 --seed 1 --seed 2 --json [--quick]`. The last line is one
 JSON object. The exit status is 1 if anything was lost, repeated, left over or unexplained.
@@ -8,8 +8,8 @@ in S3 (moto behind a proxy), to which faults happen that the seed alone decides.
 `ops/bench/chaos` says how; `--help` lists the kinds. Kinds that this machine does not permit are
 not drawn: `left_out` names them with what is missing. As root on Linux all are permitted.
 
-An undisturbed run of the same job says what losses and samples are right. `unexplained` is whatever
-was not as it must be. Logs and records of a seed that failed are kept, and their place is printed.
+An undisturbed run of the same job gives the right losses and samples. `unexplained` lists all
+deviations. Logs and records of a seed that failed are kept, and their place is printed.
 """
 
 from __future__ import annotations

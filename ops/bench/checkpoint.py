@@ -4,8 +4,8 @@
 torch.distributed.checkpoint (DCP), torch.save, safetensors and Orbax.
 
 Four gloo ranks save; four load the same layout, two and four a changed one (`reshard_s` is the
-slowest of 4 -> 2, 2 -> 4 and rows -> columns), and four replicas, of which each wants all. Files
-are dropped from the page cache before a load where the system allows it; durable means flushed. The
+slowest of 4 -> 2, 2 -> 4 and rows -> columns), and four replicas that want everything. Files are
+dropped from the page cache before a load where the system allows it; durable means flushed. The
 host of a virtual disk has its own cache: it holds what was written through this machine's cache,
 and not direct writes (as keepstep writes large files). So `first_load_s` is the first load after
 saving, and the files are read once before all other loads, so that every contender's files are
@@ -425,7 +425,7 @@ def ranks(
 
 
 def _answer(receiver: Connection) -> Result | str:
-    """Return a rank's figures, or what went wrong."""
+    """Return a rank's figures, or its error."""
     if not receiver.poll(LIMIT_S):
         return f"no answer within {LIMIT_S:.0f} s"
     try:

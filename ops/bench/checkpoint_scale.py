@@ -6,12 +6,12 @@ A model of 1,000 parameters with AdamW's state, 4,000 tensors and 1.2 TB in all,
 (FSDP2) over 64, 1,024 and 10,240 ranks. No rank runs and no tensor has bytes: each rank's share of
 the planning is computed in turn, by the code that a rank would run, from the messages that it
 would get; the listings have made-up checksums. They and all other metadata are written to moto's S3
-server over HTTP on this machine, and opened from there. What ranks send each other is not timed;
-its size is.
+server over HTTP on this machine, and opened from there. Messages between ranks are measured by
+size, not by time.
 
 For each number of ranks: `plan_s_per_rank` is the processor time of a rank that plans (one in
-eight; the median of all that do), with what every rank does; `plan_again_s_per_rank` that of
-finding out that no rank's boxes have changed; `message_bytes_per_rank` what a planner receives and
+eight; the median of all that do), including the work of every rank; `plan_again_s_per_rank` the
+time to find that no rank's boxes have changed; `message_bytes_per_rank` what a planner receives and
 sends; `metadata_bytes_per_rank` and `objects_per_rank` what is stored, the latter with the tensors'
 objects; `open_s` opening and finding all of one rank's boxes, alone; `requests` those of writing
 and of opening.
@@ -203,7 +203,7 @@ def plan(work: tuple[Model, int, int, Sequence[str]]) -> Planned:
 
 
 def own_work_s(model: Model, ranks: int) -> tuple[float, float]:
-    """Return the processor seconds of what every rank does to plan, and to find nothing changed."""
+    """Return the processor seconds of every rank's planning, and of finding nothing changed."""
     planning, again = [], []
     for rank in range(0, ranks, max(1, ranks // SAMPLED_RANKS)):
         entries = tuple(model.entries(rank, ranks))
@@ -369,7 +369,7 @@ def measure_stages(url: str, tensors_per_stage: int) -> Result:
 def chunks_of(
     tensors: dict[str, StoredTensor], places: Sequence[tuple[str, tuple[int, ...]]]
 ) -> tuple[PlannedChunk, ...]:
-    """Return a writer's chunks; where their pieces come from is not needed any more."""
+    """Return a writer's chunks, without the origin of their pieces."""
     chunks = (chunk_at(key, tensors[key], place) for key, place in places)
     return tuple(PlannedChunk(chunk.key, chunk.place, chunk.box, ()) for chunk in chunks)
 

@@ -201,7 +201,7 @@ def save_several_times(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str
 def start_in_background(
     contender: str,
 ) -> Callable[[dict[str, torch.Tensor], str], Callable[[], object]]:
-    """Return what starts to save, and returns what waits until it is durable."""
+    """Return a function that starts to save, and returns one that waits until it is durable."""
     if contender == "keepstep":
         return lambda tensors, path: checkpoint.save(path, tensors, step=1, block=False).wait
     if contender == "torch_checkpointing":
@@ -379,7 +379,7 @@ def greatest(number: float) -> float:
 
 
 def run(work: Work, environment: Mapping[str, str], result: Connection) -> None:
-    """Do one rank's work; send its figures, or what went wrong."""
+    """Do one rank's work; send its figures, or its error."""
     os.environ.update(environment)
     try:
         result.send(measure(work))

@@ -52,7 +52,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a cell is compressed and decompressed, given the cell of the state before it."""
+    """A way to compress and decompress a cell, given the cell of the state before it."""
 
     compress: Callable[[Bytes, Bytes], bytes]
     decompress: Callable[[bytes, Bytes], Bytes]
@@ -206,7 +206,7 @@ def _shuffled(cell: Bytes, _: Bytes, *, codec: tuple[bytes, int, int, int], item
 
 
 def measure(method: Method, state: bytes, before: bytes, itemsize: int) -> Result:
-    """Compress and decompress a state cell by cell, and check what comes out."""
+    """Compress and decompress a state cell by cell, and check the result."""
     compressed: list[bytes] = []
     compress_s = decompress_s = 0.0
     for cell, cell_before in cells(state, before, itemsize):

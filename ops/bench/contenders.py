@@ -31,7 +31,7 @@ class Contender(Protocol):
         ...
 
     def tend(self) -> list[int]:
-        """Start what the launcher of a real job would; return the nodes that have ended."""
+        """Start the processes as a real job's launcher would; return the nodes that have ended."""
         ...
 
 
@@ -93,7 +93,7 @@ class Torchft(Processes):
         self._lighthouse_port = self._reserve_port()
 
     def start_lighthouse(self) -> None:
-        """Start what coordinates the groups; before them."""
+        """Start the groups' coordinator, before them."""
         lighthouse = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent))
         if lighthouse is None:
             raise RuntimeError("torchft is not installed: pip install '.[bench]'")

@@ -67,7 +67,7 @@ class Measured:
 
 
 class PeakMemory:
-    """Samples how much memory a process and its descendants have to themselves."""
+    """Samples the memory that a process and its descendants do not share."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -101,7 +101,7 @@ def tree_of(pid: int) -> list[int]:
 
 
 def own_nbytes(pid: int) -> int:
-    """Return the memory that is a process's alone; 0 once it is gone."""
+    """Return the memory that a process does not share; 0 once it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -112,10 +112,10 @@ def own_nbytes(pid: int) -> int:
 
 
 def measure(command: Sequence[str]) -> Measured:
-    """Run a command once all that was written before is on the disk.
+    """Run a command once all earlier writes are on the disk.
 
     Raises:
-        RuntimeError: it failed; the message is what it printed.
+        RuntimeError: it failed; the message is its output.
     """
     os.sync()
     started_s = time.perf_counter()

@@ -16,20 +16,18 @@ FOLDERS = ("keepstep", "elastic", "checkpoint", "monitor", "ops", "examples", "t
 HOUSE = ROOT / "ops" / "house.py"
 """Has the words, to count them."""
 REMAINING = {
-    "PROTOCOL.md": 4,
     "checkpoint/api.py": 2,
-    "checkpoint/convert": 70,
+    "checkpoint/convert": 68,
     "checkpoint/format/stored": 26,
-    "checkpoint/ranks": 61,
-    "checkpoint/saving": 17,
-    "checkpoint/snapshot": 18,
-    "elastic/agent": 14,
+    "checkpoint/ranks": 50,
+    "checkpoint/saving": 14,
+    "checkpoint/snapshot": 17,
     "elastic/trainer": 51,
     "tests/convert": 4,
     "tests/foreign_fixtures": 2,
     "tests/integration/checkpoint": 47,
     "tests/integration/command": 3,
-    "tests/unit/checkpoint": 105,
+    "tests/unit/checkpoint": 107,
     "tests/unit/elastic/agent": 36,
     "tests/unit/elastic/trainer": 87,
 }

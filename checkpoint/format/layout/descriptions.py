@@ -173,8 +173,8 @@ def _masters(descriptions: Descriptions, tensors: Mapping[str, TensorSpec]) -> d
         if not key.endswith(endings) or not key.startswith(OPTIMIZER_PREFIX):
             continue
         parameter = parameter_of(key)
-        held = tensors.get(parameter)
-        if held is not None and held.shape == spec.shape and is_wider(spec.dtype, held.dtype):
+        narrow = tensors.get(parameter)
+        if narrow is not None and narrow.shape == spec.shape and is_wider(spec.dtype, narrow.dtype):
             masters[parameter] = {"slot": key.rpartition("/")[2], "dtype": spec.dtype}
     return masters
 

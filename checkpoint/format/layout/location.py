@@ -56,7 +56,7 @@ def split_format_prefix(text: str, given: Format | None = None) -> Location:
 
     Args:
         text: what the user names.
-        given: the format that the user gives beside it.
+        given: the format that the user gives with it.
 
     Raises:
         FormatUnsupported: two different formats are given.

@@ -174,10 +174,10 @@ class PartTable:
         first = number // ranks_per_group * groups_per_rank
         for group in range(first, first + groups_per_rank):
             offset = group * (self.extent // self.groups)
-            for part, held in zip(self.parts, slices, strict=True):
+            for part, elements in zip(self.parts, slices, strict=True):
                 extent = part.extent // self.groups
-                start = max(held.start, group * extent)
-                stop = min(held.stop, (group + 1) * extent)
+                start = max(elements.start, group * extent)
+                stop = min(elements.stop, (group + 1) * extent)
                 yield offset + start - group * extent, stop - start
                 offset += extent
 

@@ -207,8 +207,8 @@ def _is_named_so(key: str, tensors: _Tensors) -> bool:
     if weight not in tensors and is_of_quantized(weight, key):
         return True
     endings = (ending for ending in _ENDINGS if key.endswith(ending))
-    held = [tensors[name] for e in endings if (name := key.removesuffix(e)) in tensors]
-    return any(spec.dtype not in FLOATS for spec in held)
+    originals = [tensors[name] for e in endings if (name := key.removesuffix(e)) in tensors]
+    return any(spec.dtype not in FLOATS for spec in originals)
 
 
 def scales_of_blocks(config: Mapping[str, Json], tensors: _Tensors) -> dict[str, Json]:
@@ -296,13 +296,13 @@ def _compressed(quantization: Mapping[str, Json], tensors: _Tensors) -> Iterator
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
     ]
     for key, suffix in _ending(tensors, ("_scale",)):
-        found = [
+        candidates = [
             weight
             for form, arguments in schemes
             if (weight := _of_scheme(form, arguments, key, f"{key}{suffix}", tensors)) is not None
         ]
-        if found and all(weight == found[0] for weight in found):
-            yield found[0]
+        if candidates and all(weight == candidates[0] for weight in candidates):
+            yield candidates[0]
 
 
 def _of_scheme(

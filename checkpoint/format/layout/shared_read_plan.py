@@ -190,8 +190,8 @@ def _split(task: ReadTask, small_nbytes: int) -> list[ReadTask]:
     Returns nothing if the reads of the parts would be small, or if there is only one part.
     """
     unit = task.unit
-    wanted = dict.fromkeys(item.box for item in task.deliveries)
-    boxes = list(_grid([_cells_of(unit, box) for box in wanted]))
+    wanted_boxes = dict.fromkeys(item.box for item in task.deliveries)
+    boxes = list(_grid([_cells_of(unit, box) for box in wanted_boxes]))
     counts = _cells_of(unit, unit.box).shape
     parts: list[ReadTask] = []
     reads = 0
@@ -275,14 +275,14 @@ def assign_readers(
     load: dict[int, int] = defaultdict(int)
     # Large groups first: the small ones then even out the load.
     for group in sorted(groups, key=lambda group: (-group.nbytes, group.name)):
-        wanted: dict[int, int] = defaultdict(int)
+        wanted_nbytes: dict[int, int] = defaultdict(int)
         for task in group.tasks:
             for item in task.deliveries:
-                wanted[item.rank] += item.box.size * task.unit.itemsize
+                wanted_nbytes[item.rank] += item.box.size * task.unit.itemsize
         reader = min(
-            wanted,
+            wanted_nbytes,
             key=lambda rank: (
-                load[rank] + group.nbytes - wanted[rank],
+                load[rank] + group.nbytes - wanted_nbytes[rank],
                 (rank - first) % world_size,
             ),
         )

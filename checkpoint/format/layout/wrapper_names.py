@@ -89,8 +89,8 @@ class StoredNames:
             and _common(names, {name.removeprefix(f"{PARALLEL}.") for name in stored})
             > _common(names, stored)
         )
-        found = cls(keys={}, is_parallel=is_parallel)
-        renamed = ((found._without_wrappers(key), key) for key in keys)
+        without_keys = cls(keys={}, is_parallel=is_parallel)
+        renamed = ((without_keys._without_wrappers(key), key) for key in keys)
         return cls(
             keys={clean: key for clean, key in renamed if clean != key and clean not in keys},
             is_parallel=is_parallel,

@@ -139,7 +139,7 @@ class Opened(Message, frozen=True, kw_only=True):
 class ReadBoxes(Message, frozen=True, kw_only=True):
     """Asks for boxes of sealed shards. Replied to by `BoxBytes`.
 
-    `background`: the server sends no faster than it may beside the training.
+    `background`: the server sends no faster than it may during training.
     """
 
     snapshot: SnapshotId

@@ -1,7 +1,7 @@
-"""Plays one seed: runs the job, does harm to it until the time is over, and judges the outcome.
+"""Plays one seed: runs the job, injects faults until the time is over, and judges the outcome.
 
 Before each fault the job has all nodes, makes steps and has committed one of them. After it the job
-must make steps again: that is waited for, and how long it took is noted. In the end all nodes are
+must make steps again: the campaign waits for that, and records the time. In the end all nodes are
 preempted and return, and the job finishes its last steps. Then nothing of it may be left.
 """
 
@@ -24,7 +24,7 @@ from ops.bench.chaos import leftovers
 from ops.bench.chaos.cluster import JOB, NAMES, WORKER, ChaosCluster
 from ops.bench.chaos.faults import Harm, Injected
 from ops.bench.chaos.machine import abilities
-from ops.bench.chaos.oracle import Entry, Floor, Judgement, entries, judge, parse_lines
+from ops.bench.chaos.oracle import Floor, GenerationEntry, Judgement, entries, judge, parse_lines
 from ops.bench.chaos.progress import NoProgress, Patience, Records, Watcher
 from ops.bench.chaos.schedule import KINDS, Fault, Part, Promise, draw, left_out, plan, possible
 
@@ -38,7 +38,7 @@ _MANY = 20
 
 
 class JobEnded(Exception):
-    """All agents have ended before the job was to end."""
+    """All agents ended before the end of the job."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether anything was not as it must be."""
+        """Whether anything was wrong."""
         return (
             bool(self.leftovers or self.unexplained)
             or self.judgement is None
@@ -64,7 +64,7 @@ class Outcome:
         )
 
     def complaints(self) -> list[str]:
-        """Return what was not as it must be; of things that are many, the first."""
+        """Return everything that was wrong; only the first of many things."""
         wrong = self.judgement.wrong if self.judgement is not None else []
         return [*wrong[:_MANY], *self.leftovers[:_MANY], *self.unexplained]
 
@@ -92,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a campaign lasts, and what it may draw.
+    """A campaign's length, and the faults that it may draw.
 
     Args:
         minutes: of faults; the start, the end and the undisturbed run come in addition.
@@ -110,7 +110,7 @@ class Limits:
 def play(
     seed: int, limits: Limits, directory: Path, *, isolated: bool, console: Console
 ) -> Outcome:
-    """Run the job of a seed in a directory, and return what happened."""
+    """Run the job of a seed in a directory, and return the outcome."""
     job_plan = plan(seed)
     permitted = abilities(isolated=isolated, has_objects=job_plan.has_objects)
     outcome = Outcome(seed, left_out=left_out(permitted, limits.kinds))
@@ -149,7 +149,7 @@ def play(
     return outcome
 
 
-def run_undisturbed(directory: Path, seed: int, steps: int) -> Entry:
+def run_undisturbed(directory: Path, seed: int, steps: int) -> GenerationEntry:
     """Run the same job on one node without a fault."""
     job_plan = plan(seed)
     records = directory / "undisturbed"
@@ -258,7 +258,7 @@ class _Campaign:
         return self._cluster.steps
 
     def leftovers(self, *, owns_shared_memory: bool) -> list[str]:
-        """Return what the job has left behind; its helper processes may take a while to end."""
+        """Return the job's leftovers; its helper processes may take a while to end."""
         members = self._cluster.coordinator.processes()
 
         def remaining() -> list[str]:
@@ -377,7 +377,7 @@ class _Campaign:
         return [node for node, agent in self._cluster.agents.items() if agent.poll() is None]
 
     def _look_after_agents(self) -> None:
-        """Start agents again that have ended, and were not to."""
+        """Restart agents that have ended by mistake."""
         ended = [
             node
             for node, agent in self._cluster.agents.items()

@@ -41,7 +41,7 @@ _CLIENT_PORT, _PEER_PORT, _MONITOR_PORT = 2379, 2380, 8433
 
 
 class Places:
-    """Where nodes, etcd members and this process are in the network.
+    """Places of nodes, etcd members and this process in the network.
 
     With a network, places 0 to NODES - 1 are nodes', then come the members', then this process's.
     """
@@ -63,7 +63,7 @@ class Places:
         return f"127.0.0.1:{self._ports[place, port].number}"
 
     def prefix(self, place: int) -> list[str]:
-        """Return what the command of a process begins with that is to run at a place."""
+        """Return the beginning of the command of a process at a place."""
         if self.network is None:
             return []
         return ["nsenter", f"--net=/var/run/netns/{self.network.namespaces[place]}", "--"]

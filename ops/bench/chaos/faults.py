@@ -1,4 +1,4 @@
-"""Does harm to a running job: one function for each kind of fault in `schedule.KINDS`.
+"""Injects faults into a running job: one function for each kind in `schedule.KINDS`.
 
 `inject` begins a fault; `Injected.end` ends it: processes continue, links are whole again, members
 and nodes return. A fault never waits for the job, except that `join_in_recovery` waits until the
@@ -281,7 +281,7 @@ class Harm:
         return Injected(end=self._start_all, stored_floor=floor)
 
     def _job_and_coordinator_crash(self, _: Fault) -> Injected:
-        """Kill everything but the storage; the new coordinator knows nothing of the job."""
+        """Kill everything except the storage; the new coordinator knows nothing of the job."""
         self._wait_for_checkpoints(1)
         floor = list_steps(open_storage(self.cluster.storage.url))[0].step
         self._kill_all()

@@ -1,4 +1,4 @@
-"""Finds what a job that has ended has left behind."""
+"""Finds the leftovers of a job that has ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find(
     *, processes: Iterable[psutil.Process], runtime: Path, owns_shared_memory: bool, url: str,
     job: str, storage_url: str,
 ) -> list[str]:  # fmt: skip
-    """Return what is left, one line each.
+    """Return the leftovers, one line each.
 
     Args:
         processes: those of the job that are still there.

@@ -1,14 +1,14 @@
-"""Judges what the ranks recorded, against an undisturbed run of the same job. Pure.
+"""Judges the ranks' records against an undisturbed run of the same job. Pure.
 
 A rank records a line in every step, before the step can be committed. Lines of one entry into a
 generation have the same `entered_ns`, which grows from entry to entry. An entry resumes after the
-step before its first one. Whatever earlier entries computed beyond that is lost, and computed
-again. So the job's lineage is: of each entry, in order, the steps up to where the next one resumes.
+step before its first one. Later steps of earlier entries are lost, and computed again. So the job's
+lineage consists of each entry's steps, in order, up to the step from which the next one resumes.
 
 - Its samples, by step and then by rank, are those of the undisturbed run: none lost, none repeated.
 - Its losses equal those of the undisturbed run bit by bit while every entry had the full world
   size; after another world size they are equal up to rounding, as sums have another order.
-- An entry resumes from a step that an earlier one has completed, no older than was promised.
+- An entry resumes from a step that an earlier one has completed, no older than promised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GenerationEntry:
     """One entry into a generation: its lines by step and rank."""
 
     entered_ns: int
@@ -85,12 +85,12 @@ class Judgement:
 
     @property
     def losses_are_equal(self) -> bool:
-        """Whether every loss is as it must be."""
+        """Whether every loss is right."""
         return not any(text.startswith("loss") for text in self.wrong)
 
 
 def parse_lines(texts: Iterable[str]) -> list[Line]:
-    """Parse what `chaos_worker.py` wrote, without a last line that a killed rank left incomplete.
+    """Parse the output of `chaos_worker.py`, without an incomplete last line of a killed rank.
 
     Raises:
         ValueError: another line is incomplete.
@@ -105,17 +105,19 @@ def parse_lines(texts: Iterable[str]) -> list[Line]:
     return lines
 
 
-def entries(lines: Iterable[Line]) -> list[Entry]:
+def entries(lines: Iterable[Line]) -> list[GenerationEntry]:
     """Group lines by their entry, in the order of time."""
     grouped: dict[int, dict[int, dict[int, Line]]] = defaultdict(lambda: defaultdict(dict))
     for line in lines:
         grouped[line.entered_ns][line.step][line.rank] = line
-    return [Entry(entered_ns, grouped[entered_ns]) for entered_ns in sorted(grouped)]
+    return [GenerationEntry(entered_ns, grouped[entered_ns]) for entered_ns in sorted(grouped)]
 
 
-def lineage(history: Sequence[Entry]) -> dict[int, tuple[Entry, Mapping[int, Line]]]:
+def lineage(
+    history: Sequence[GenerationEntry],
+) -> dict[int, tuple[GenerationEntry, Mapping[int, Line]]]:
     """Return, for each step, the entry and the lines that the job's last state rests on."""
-    rests_on: dict[int, tuple[Entry, Mapping[int, Line]]] = {}
+    rests_on: dict[int, tuple[GenerationEntry, Mapping[int, Line]]] = {}
     for entry in history:
         rests_on = {step: of for step, of in rests_on.items() if step <= entry.resumed_step}
         rests_on |= {step: (entry, lines) for step, lines in entry.steps.items()}
@@ -123,15 +125,18 @@ def lineage(history: Sequence[Entry]) -> dict[int, tuple[Entry, Mapping[int, Lin
 
 
 def judge(
-    history: Sequence[Entry], undisturbed: Entry, floors: Sequence[Floor], last_step: int
+    history: Sequence[GenerationEntry],
+    undisturbed: GenerationEntry,
+    floors: Sequence[Floor],
+    last_step: int,
 ) -> Judgement:
     """Compare a run with an undisturbed one.
 
     Args:
         history: the run's entries, in order.
         undisturbed: the only entry of the undisturbed run, with at least `last_step` steps.
-        floors: what was promised, in the order of time.
-        last_step: the step that the job was to end with.
+        floors: the promises, in the order of time.
+        last_step: the step that the job is to end with.
     """
     judgement = Judgement()
     judgement.wrong += _wrong_resumptions(history, floors)
@@ -157,7 +162,7 @@ def judge(
     return judgement
 
 
-def _wrong_resumptions(history: Sequence[Entry], floors: Sequence[Floor]) -> list[str]:
+def _wrong_resumptions(history: Sequence[GenerationEntry], floors: Sequence[Floor]) -> list[str]:
     wrong = []
     reached = 0
     for entry in history:
@@ -180,7 +185,7 @@ def _wrong_resumptions(history: Sequence[Entry], floors: Sequence[Floor]) -> lis
     return wrong
 
 
-def _steps_of_one_world_size(history: Sequence[Entry], world_size: int) -> float:
+def _steps_of_one_world_size(history: Sequence[GenerationEntry], world_size: int) -> float:
     """Return up to which step no entry has ever had another world size; infinity for all."""
     others = [entry.resumed_step for entry in history if entry.world_size != world_size]
     return min(others, default=float("inf"))

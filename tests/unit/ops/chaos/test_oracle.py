@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from ops.bench.chaos.oracle import Entry, Floor, Judgement, Line, entries, judge, parse_lines
+from ops.bench.chaos.oracle import (
+    Floor,
+    GenerationEntry,
+    Judgement,
+    Line,
+    entries,
+    judge,
+    parse_lines,
+)
 
 LAST = 20
 FULL = 3
@@ -186,5 +194,5 @@ def test_line_that_a_killed_rank_left_incomplete_is_dropped() -> None:
 def test_an_entry_knows_where_it_resumed_and_what_it_completed() -> None:
     lines = [line for line in run(1, range(4, 9)) if (line.step, line.rank) != (8, 0)]
     entry = entries(lines)[0]
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, GenerationEntry)
     assert (entry.resumed_step, entry.completed, entry.world_size) == (3, 7, FULL)

@@ -58,6 +58,7 @@ def test_modules_need_nothing_but_pytorch() -> None:
     # A module's folders are imported before it.
     of_keepstep = [
         ROOT / "keepstep" / "__init__.py",
+        ROOT / "keepstep" / "torch_internals.py",
         elastic / "__init__.py",
         elastic / "trainer" / "__init__.py",
         elastic / "trainer" / "back_ends.py",
@@ -74,6 +75,7 @@ def test_modules_need_nothing_but_pytorch() -> None:
         # They import nothing else in turn, and are what the checks and keepstep have in common.
         ("environment.py", "keepstep.elastic.worker.device_environment"),
         ("groups.py", "keepstep.elastic.trainer.back_ends"),
+        ("back_ends.py", "keepstep.torch_internals"),
     }
 
 
