@@ -26,10 +26,13 @@ class Part:
     rank: int
     write_once: Callable[[], bool] = lambda: True
     publish_once: Callable[[], bool] = lambda: True
+    is_written: bool = False
     published: list[list[bytes]] = field(default_factory=list)
 
     def write(self, limit_s: float | None) -> bool:
-        return self.write_once()
+        assert not self.is_written, "a part is written once"
+        self.is_written = self.write_once()
+        return self.is_written
 
     def report(self) -> bytes:
         return b"report %d" % self.rank
