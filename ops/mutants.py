@@ -51,6 +51,7 @@ _MEMORY = "tests/unit/checkpoint/snapshot/memory"
 _STORED = "tests/unit/checkpoint/format/stored"
 _ON_DISK = "tests/integration/checkpoint"
 SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "node": ("elastic/node/state.py", ("tests/unit/elastic/node", _SCHEDULES)),
     "decide": ("elastic/rendezvous/decide.py", _RENDEZVOUS),
     "closing": ("elastic/rendezvous/closing.py", _RENDEZVOUS),
     "opening": ("elastic/rendezvous/opening.py", _RENDEZVOUS),

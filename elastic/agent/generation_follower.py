@@ -11,12 +11,18 @@ from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
 from keepstep.elastic.agent.standstill import StandstillWatch
 from keepstep.elastic.agent.store_socket import StoreSocket
-from keepstep.elastic.rendezvous.records import (
-    FailureKind,
-    Generation,
-    NodePhase,
-    RestartRequest,
+from keepstep.elastic.node.state import (
+    Action,
+    Drain,
+    EndPaused,
+    Enter,
+    Fence,
+    OrderAbort,
+    due_restarts,
+    followed,
+    next_action,
 )
+from keepstep.elastic.rendezvous.records import Generation, NodePhase, RestartRequest
 from keepstep.elastic.worker.messages import AbortOrdered, Assignment, CommandKind
 
 log = logging.getLogger("keepstep")
@@ -52,33 +58,22 @@ class GenerationFollower:
         """Enter a new generation, or end the one that is closing."""
         membership, worker_group = self._node.membership, self._node.worker_group
         view = membership.view
-        generation = view.generation
-        if generation is None or generation.generation < self._node.entered:
+        generation = followed(self._node.state, view)
+        if generation is None:
             return
-        place = generation.member(self._node.config.node)
-        if place is not None and place.server != self._snapshots.server.address:
-            # The place was given to an agent of this name that is gone; the leader will find it
-            # lost.
-            return
-        if generation.generation > self._node.entered:
-            await self._enter(generation)
+        for request in due_restarts(self._node.state, view):
+            await self._restart(request)
+            await membership.complete_restart_request(request)
+        if generation.generation == self._node.state.entered:
+            worker_group.check_entry()
+            self._standstill.follow()
+        while action := next_action(self._node.state, view):
+            if not await self._perform(action):
+                break
+        if isinstance(action, Enter):
             # A request to store may have come with the generation.
             self._on_change()
             return
-        # Not before the leader has closed the generation for it: peers may report the connections
-        # that break sooner than the request is seen, and would be taken for the cause.
-        for request in view.restarts_on(self._node.config.node) if view.is_closing else ():
-            await self._restart(request)
-            await membership.complete_restart_request(request)
-        worker_group.check_entry()
-        self._standstill.follow()
-        failure = worker_group.failure
-        # A standstill breaks nothing: the others' stacks are taken before the leader ends it.
-        has_failed = failure is not None and failure.kind is not FailureKind.STANDSTILL
-        if view.is_closing or has_failed:
-            is_aborted = view.closing is not None and view.closing.abort
-            await self._drain(generation.generation, abort=has_failed or is_aborted)
-            await self._pause_workers(generation.generation)
         membership.update(
             times=worker_group.times(),
             restored_from=worker_group.restored_from,
@@ -183,29 +178,40 @@ class GenerationFollower:
             else:
                 await self._node.worker_group.enter(assignments, listening.fileno())
 
-    async def _drain(self, generation: int, *, abort: bool) -> None:
-        """End the generation here; once no worker can write, record what is sealed."""
-        if self._node.drained == generation:
-            return
-        if abort and self._node.worker_group.awaits_abort_order:
-            await self._prepare_abort(generation)
+    async def _perform(self, action: Action) -> bool:
+        """Perform an action; return whether to go on with the next one at once."""
+        match action:
+            case Enter(generation):
+                await self._enter(generation)
+                return False
+            case Fence(number):
+                await self._snapshots.fence(number)
+            case OrderAbort(number):
+                self._node.ordered = number
+                await self._node.worker_group.broadcast(AbortOrdered(generation=number))
+            case Drain(number, abort):
+                return await self._drain(number, abort=abort)
+            case EndPaused(number):
+                self._node.paused = number
+                await self._node.worker_group.end_drained()
+        return True
+
+    async def _drain(self, generation: int, *, abort: bool) -> bool:
+        """End the generation here; once no worker can write, record what is sealed.
+
+        Returns:
+            Whether it is over.
+        """
         limit_s = self._node.config.abort_timeout_s if abort else self._node.config.drain_timeout_s
         if not await self._node.worker_group.drain(abort=abort, limit_s=limit_s):
-            return
+            return False
         if abort:
             # If no node is lost, what is sealed suffices.
             await self._snapshots.server.finish_protection()
         await self._snapshots.server.verify()
         self._node.drained = generation
         self._snapshots.record(step=self._node.worker_group.step, phase=NodePhase.DRAINED)
-
-    async def _pause_workers(self, generation: int) -> None:
-        """End the workers of a job that is paused, once they have drained; memory stays."""
-        group = self._node.worker_group
-        is_over = self._node.drained == generation and not group.done
-        if self._node.membership.view.pause is not None and is_over and group.workers:
-            self._node.paused = generation
-            await group.end_drained()
+        return True
 
     async def drain_at_once(self) -> bool:
         """Drain by abort without the leader's order; return whether no worker can write any more.
@@ -220,13 +226,3 @@ class GenerationFollower:
             self._node.ordered = generation
             await group.broadcast(AbortOrdered(generation=generation))
         return has_drained
-
-    async def _prepare_abort(self, generation: int) -> None:
-        """Have nothing more sealed, tell the leader, and pass on its order to abort."""
-        membership = self._node.membership
-        if membership.record.fenced != generation:
-            await self._snapshots.fence(generation)
-        order = membership.view.abort_order
-        if order is not None and self._node.ordered != order.generation == generation:
-            self._node.ordered = generation
-            await self._node.worker_group.broadcast(AbortOrdered(generation=generation))

@@ -6,7 +6,7 @@ from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.peer_connections import PeerConnections
 from keepstep.elastic.agent.worker_group import WorkerGroup
-from keepstep.elastic.rendezvous.records import NodePhase
+from keepstep.elastic.node.state import NodeState, Workers
 
 
 class LocalNode:
@@ -38,27 +38,21 @@ class LocalNode:
         self.drained = self.ordered = self.paused = 0
 
     @property
-    def entered(self) -> int:
-        """The newest generation that this node has entered, or that is over for it."""
-        return max(self.worker_group.generation, self.drained)
-
-    @property
-    def ended(self) -> int:
-        """The newest generation of which no announcement is believed here any more."""
-        record = self.membership.record
-        done = record.generation if record.phase is NodePhase.DONE else 0
-        return max(self.drained, record.fenced, done)
-
-    def phase(self) -> NodePhase:
-        """Return what the node does now."""
-        worker_group = self.worker_group
-        if self.drained > worker_group.generation:
-            return NodePhase.DRAINED
-        if worker_group.generation == 0 or not worker_group.workers:
-            is_paused = worker_group.generation and self.paused == worker_group.generation
-            return NodePhase.DRAINED if is_paused else NodePhase.WAITING
-        if worker_group.done and worker_group.failure is None:
-            return NodePhase.DONE
-        if self.drained == worker_group.generation:
-            return NodePhase.DRAINED
-        return NodePhase.RUNNING if worker_group.running else NodePhase.STARTING
+    def state(self) -> NodeState:
+        """What has been done here, and what the workers do."""
+        group, record = self.worker_group, self.membership.record
+        return NodeState(
+            record=record,
+            server=record.server,
+            workers=Workers(
+                generation=group.generation,
+                present=bool(group.workers),
+                done=group.done,
+                running=group.running,
+                failure=group.failure,
+                awaits_abort_order=group.awaits_abort_order,
+            ),
+            drained=self.drained,
+            ordered=self.ordered,
+            paused=self.paused,
+        )

@@ -129,7 +129,7 @@ class NodeSnapshots:
         """Pass on what has been committed and stored, and begin to write what is to be stored."""
         view = self._node.membership.view
         # A commit frees what older requests are to store: those begin first.
-        attempt = next_part(view, self.server.address, self._node.entered, self._part_attempt)
+        attempt = next_part(view, self.server.address, self._node.state.entered, self._part_attempt)
         if attempt is not None:
             self._part_attempt = attempt
             await self.server.persist(attempt)
@@ -138,10 +138,10 @@ class NodeSnapshots:
             await self.server.end_persist(ended)
         newer = next_commit(
             view,
-            self._node.entered,
+            self._node.state.entered,
             self._committed,
             self._announced,
-            self._node.ended,
+            self._node.state.ended,
             time.monotonic() - self._waits_since_s,
         )
         if newer is not None:
@@ -160,7 +160,7 @@ class NodeSnapshots:
         count on this node.
         """
         record, held = self._node.membership.record, self.server.sealed
-        if record.generation != self._node.entered and not set(record.sealed) <= set(held):
+        if record.generation != self._node.state.entered and not set(record.sealed) <= set(held):
             self._node.membership.update(sealed=held, protected=self.server.protected)
 
     async def commit(self, snapshot: SnapshotId) -> None:

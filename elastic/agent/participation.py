@@ -247,7 +247,7 @@ class Participation:
                 await self._snapshots.server.verify()
             except ServerGone:
                 await self._snapshots.replace()
-            self._snapshots.record(phase=self._node.phase(), step=group.step)
+            self._snapshots.record(phase=self._node.state.phase, step=group.step)
         lost = self._node.membership
         self._node.membership = self._new_membership(lost.record, lost.held)
 

@@ -49,7 +49,7 @@ class RecordUpdates:
             rank_multiple=worker_group.rank_multiple,
             max_ranks=worker_group.max_ranks,
             fitting_ranks=worker_group.fitting_ranks,
-            phase=self._node.phase(),
+            phase=self._node.state.phase,
         )
         if membership.record.phase is NodePhase.DONE:
             # Reports end with the workers; the record is what remains.

@@ -17,6 +17,18 @@ from typing import TYPE_CHECKING, Any
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import LeaseLost, UsageError
+from keepstep.elastic.node.state import (
+    Action,
+    Drain,
+    EndPaused,
+    Enter,
+    Fence,
+    NodeState,
+    OrderAbort,
+    Workers,
+    due_restarts,
+    next_action,
+)
 from keepstep.elastic.rendezvous import (
     actions,
     checkpoint_schedule,
@@ -139,7 +151,7 @@ class Node:
         self.worker_generation = 0
         self.workers: dict[int, SnapshotId] = {}
         self.failure: Failure | None = None
-        self.drained_generation = 0
+        self.drained_generation = self.ordered_generation = self.paused_generation = 0
         self.memory = Memory()
         self.server = ""
         self.has_lost_server = False
@@ -218,7 +230,7 @@ class Node:
         self.memory.abandon_begun()
         self.drained_generation = self.worker_generation
         self._update(
-            phase=self._phase(self.view),
+            phase=self.state.phase,
             step=self._step(),
             committed=self.known_commit,
             **self._holdings(),
@@ -302,7 +314,7 @@ class Node:
             self._start_server()
             self._update(warm=True)
         if self.record.phase is NodePhase.DRAINED and self.record.generation:
-            self.worker_generation = self.drained_generation = self.record.generation
+            self.drained_generation = self.record.generation
 
     def _renew(self, now_s: float) -> None:
         """Take the answer to a renewal, or ask for one; answers may be slow."""
@@ -588,20 +600,10 @@ class Node:
             if self.rng.random() < 0.5:
                 return False  # What the record says by now may be written before the rest.
         self._follow_commits(view)
-        generation = view.generation
-        place = generation.member(self.name) if generation is not None else None
-        if place is not None and place.server != self.server:
-            generation = None
-        if generation is not None and generation.generation > self.worker_generation:
-            self._enter(generation)
-        elif generation is not None and generation.generation == self.worker_generation:
-            self._carry_out_restarts(view)
-            if view.is_closing or self.failure is not None:
-                abort = self.failure is not None or (
-                    view.closing is not None and view.closing.abort
-                )
-                self._drain(generation.generation, abort)
-        phase = self._phase(view)
+        self._carry_out_restarts(view)
+        while (action := next_action(self.state, view)) and self._carry_out(action):
+            pass
+        phase = self.state.phase
         times: Mapping[str, float] = {}
         if phase in (NodePhase.RUNNING, NodePhase.DONE):
             times = {"ready": now_s, "restored": now_s, "stepped": now_s}
@@ -627,10 +629,10 @@ class Node:
         waited_s = self.simulation.now_s - min(self.unconfirmed_since_s, self.answered_s)
         newer = commits.next_commit(
             view,
-            self.worker_generation,
+            self.state.entered,
             self.committed,
             self.announced,
-            self.ended_generation,
+            self.state.ended,
             waited_s,
         )
         if newer is not None:
@@ -645,17 +647,35 @@ class Node:
     def _withdraw_freed(self) -> None:
         """Keep the record of a node without a place true, as `NodeSnapshots` does."""
         held = self._holdings()
-        if self.record.generation != self.worker_generation and not (
+        if self.record.generation != self.state.entered and not (
             set(self.record.sealed) <= set(held["sealed"])
         ):
             self._update(**held)
 
     @property
-    def ended_generation(self) -> int:
-        """The newest generation of which no announcement is believed, as in `LocalNode`."""
-        record = self.record
-        done = record.generation if record.phase is NodePhase.DONE else 0
-        return max(self.drained_generation, record.fenced, done)
+    def state(self) -> NodeState:
+        """What the node has done, as production's decisions see it."""
+        workers = Workers(
+            generation=self.worker_generation,
+            present=bool(self.workers),
+            done=self._is_done(self.view),
+            running=self.record.phase is not NodePhase.WAITING,
+            failure=self.failure,
+            awaits_abort_order=self.simulation.awaits_abort_order,
+        )
+        return NodeState(
+            record=self.record,
+            server=self.server,
+            workers=workers,
+            drained=self.drained_generation,
+            ordered=self.ordered_generation,
+            paused=self.paused_generation,
+        )
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether no worker of the newest generation writes any more, or there never was one."""
+        return self.drained_generation >= self.worker_generation
 
     @property
     def known_commit(self) -> SnapshotId | None:
@@ -665,9 +685,7 @@ class Node:
         return known if known is not None and is_own and known.step >= 0 else None
 
     def _begin_part(self, view: View) -> None:
-        attempt = checkpoint_schedule.next_part(
-            view, self.server, self.worker_generation, self.attempt
-        )
+        attempt = checkpoint_schedule.next_part(view, self.server, self.state.entered, self.attempt)
         if attempt is None:
             return
         self.attempt = attempt
@@ -716,7 +734,7 @@ class Node:
         )
 
     def _carry_out_restarts(self, view: View) -> None:
-        for request in view.restarts_on(self.name) if view.is_closing else ():
+        for request in due_restarts(self.state, view):
             if self.drained_generation != self.worker_generation:
                 self._fail(f"rank {request.rank} was restarted")
             transaction = transactions.complete_restart(
@@ -750,47 +768,44 @@ class Node:
             FailureKind.WORKER, message, self.simulation.now_s, next(iter(self.workers), None)
         )
 
-    def _drain(self, generation: int, abort: bool) -> None:
-        if self.drained_generation == generation:
-            return
+    def _carry_out(self, action: Action) -> bool:
+        """Carry out an action, or let it wait; return whether to go on with the next one."""
+        match action:
+            case Enter(generation):
+                self._enter(generation)
+                return False
+            case Fence(number):
+                self.memory.fence(number)
+                self._update(fenced=number, committed=self.known_commit)
+            case OrderAbort(number):
+                self.simulation.aborted.add(number)
+                self.ordered_generation = number
+            case Drain(number, abort):
+                return self._drain(number, abort)
+            case EndPaused(number):
+                self.paused_generation = number
+                self._update(step=self._step())
+                self.workers = {}
+        return True
+
+    def _drain(self, generation: int, abort: bool) -> bool:
+        """Have the workers drain, unless they take longer; return whether they have."""
         if not abort and self.rng.random() < 0.5:
-            return  # Its ranks take a last snapshot first.
-        if abort and self.simulation.awaits_abort_order and not self._may_abort(generation):
-            return
+            return False  # Its ranks take a last snapshot first.
+        waits = abort and self.simulation.awaits_abort_order
+        if waits and self.ordered_generation != generation and self.rng.random() >= 0.05:
+            return False  # They wait for the order; sometimes they are killed.
         self.memory.abandon_begun()
         self._verify()
         self.drained_generation = generation
         self._update(committed=self.known_commit, **self._holdings())
+        return True
 
     def _verify(self) -> None:
         """Sometimes forget the newest snapshot, whose memory has changed since it was sealed."""
         newest = max(self.memory.sealed(RANKS), default=None)
         if newest is not None and not self.simulation.is_calm and self.rng.random() < 0.03:
             self.memory.discard(newest)
-
-    def _may_abort(self, generation: int) -> bool:
-        """Fence the server and wait for the order to abort; sometimes the workers are killed."""
-        if self.record.fenced != generation:
-            self.memory.fence(generation)
-            self._update(fenced=generation, committed=self.known_commit)
-        order = self.view.abort_order
-        if order is not None and order.generation == generation:
-            self.simulation.aborted.add(generation)
-            return True
-        return self.rng.random() < 0.05
-
-    def _phase(self, view: View) -> NodePhase:
-        if self.drained_generation == self.worker_generation > 0 and not self.workers:
-            is_member = self.record.generation == self.worker_generation
-            return NodePhase.DRAINED if is_member else NodePhase.WAITING
-        if self.worker_generation == 0 or not self.workers:
-            return NodePhase.WAITING
-        if self.failure is None and self._is_done(view):
-            return NodePhase.DONE
-        if self.drained_generation == self.worker_generation:
-            return NodePhase.DRAINED
-        is_started = self.record.phase is not NodePhase.WAITING
-        return NodePhase.RUNNING if is_started else NodePhase.STARTING
 
     def _step(self) -> int:
         return max((state.step for state in self.workers.values()), default=self.record.step)

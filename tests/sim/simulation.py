@@ -552,7 +552,7 @@ class Simulation:
                 node.memory.is_intact(commit.snapshot, holder.ranks),
                 "a holder holds what is committed",
             )
-            if node.drained_generation != node.worker_generation:
+            if not node.has_drained:
                 pulled = node.memory.pulled.get(commit.snapshot, set())
                 must(pulled >= node.peers(commit.snapshot), "a holder has its parity")
 
@@ -572,7 +572,7 @@ class Simulation:
             if table.committed > snapshot or table.generation != snapshot.generation:
                 continue
             must(node.memory.is_intact(snapshot, member.ranks), "what is committed is held by all")
-            has_drained = node.drained_generation == node.worker_generation
+            has_drained = node.has_drained
             pulled = node.memory.pulled.get(snapshot, set())
             must(has_drained or pulled >= node.peers(snapshot), "and protected by all")
             must(not node.memory.garbage.get(snapshot), "and not what an abort left behind")
@@ -687,7 +687,7 @@ class Simulation:
             node = self.servers.get(member.server)
             if node is not None and member.node in before.nodes and node.is_member:
                 must(
-                    node.drained_generation == node.worker_generation
+                    node.has_drained
                     or before.nodes[member.node].record.server != member.server
                     or node.record.phase is NodePhase.DONE,
                     "no member of the old generation works when the next one is opened",

@@ -155,10 +155,12 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " log_format monitor monitor.errors monitor.progress monitor.telemetry notices"
             " processes torch_internals transport"
         ),
+        "elastic.node": "elastic.rendezvous",
         "elastic.agent": (
             "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.memory"
-            " checkpoint.snapshot.server elastic.errors elastic.rendezvous elastic.store"
-            " elastic.worker monitor.node monitor.progress notices processes transport"
+            " checkpoint.snapshot.server elastic.errors elastic.node elastic.rendezvous"
+            " elastic.store elastic.worker monitor.node monitor.progress notices processes"
+            " transport"
         ),
         "elastic.data": "checkpoint.format.layout elastic.errors notices torch_internals",
         "elastic.trainer": (
@@ -209,6 +211,7 @@ PURE = (
     "checkpoint.format.stored.zarr_metadata",
     "checkpoint.format.stored.pruning",
     "checkpoint.snapshot.memory.snapshot_table",
+    "elastic.node",
     "elastic.rendezvous",
     "elastic.data.json_values",
     "elastic.data.micro_batches",

@@ -25,7 +25,7 @@ def test_a_node_without_a_place_withdraws_at_once_what_its_server_has_freed(
 ) -> None:
     """Members tell the leader by reports, and write nothing to the coordinator for that."""
     node = Mock()
-    node.entered = 2
+    node.state.entered = 2
     node.worker_group.tell_stored = AsyncMock()
     node.membership.answered_s = 0.0
     node.membership.record.generation = generation

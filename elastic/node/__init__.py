@@ -1,0 +1,1 @@
+"""Decides what a node does in the job's generations; the agent carries it out. Pure."""
