@@ -343,7 +343,7 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
     request = ConversionRequest(
         location=locate(source, step=step), rules=given, config=configuration_in(config)
     )
-    opened = request.open_as_spelled()
+    opened = request.open_before_rules()
     outcome = report(given, opened.source, configuration(opened, request.config))
     for line in outcome.lines():
         echo(line)

@@ -18,9 +18,9 @@ from keepstep.checkpoint.convert.write.dequantized import (
     describe_dequantized,
 )
 from keepstep.checkpoint.convert.write.opened import Opened, without_wrapper_names
+from keepstep.checkpoint.convert.write.renaming import RenamedSource
 from keepstep.checkpoint.convert.write.request import configuration
-from keepstep.checkpoint.convert.write.respelling import Respelled
-from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
+from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules, rank_rules
 from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import (
@@ -87,15 +87,15 @@ def _load_by_each(
     opened: Opened, url: str, state: StateMapping, options: LoadOptions, group: ControlGroup
 ) -> LoadReport:
     """Fill a state from a checkpoint, of which each rank reads what it wants."""
-    opened, spellings = group.run_and_share(lambda: _spelled(opened, options), _spelling)
-    for number, spelling in zip(group.global_ranks, spellings, strict=True):
-        if spelling != spellings[0]:
+    opened, digests = group.run_and_share(lambda: _renamed(opened, options), _naming_digest)
+    for number, digest in zip(group.global_ranks, digests, strict=True):
+        if digest != digests[0]:
             raise RulesInvalid(
                 f"{url}: rules lead to other tensors on rank {number} than on rank "
                 f"{group.global_ranks[0]}; give all ranks the same rules and the same configuration"
             )
     source = opened.source
-    assert isinstance(source, ForeignCheckpoint | Respelled | StoredCheckpoint)
+    assert isinstance(source, ForeignCheckpoint | RenamedSource | StoredCheckpoint)
 
     def fill_tensors(source: Source, live: LiveState, requested: Requested) -> str:
         def fill_own() -> str:
@@ -121,20 +121,20 @@ def _load_by_each(
     return loaded
 
 
-def _spelled(opened: Opened, options: LoadOptions) -> Opened:
+def _renamed(opened: Opened, options: LoadOptions) -> Opened:
     """Return a checkpoint in the spelling that rules lead to, if there are any."""
     if options.rules is None:
         return opened
     clean = without_wrapper_names(opened)
     if options.convert:
         clean = replace(clean, source=dequantized(clean.source))
-    return respell(clean, options.rules, configuration(clean, options.config))
+    return apply_naming_rules(clean, options.rules, configuration(clean, options.config))
 
 
-def _spelling(opened: Opened) -> Json:
+def _naming_digest(opened: Opened) -> Json:
     """Return what ranks have to have alike: a digest of what rules lead to; None without rules."""
     source = opened.source
-    if not isinstance(source, Respelled):
+    if not isinstance(source, RenamedSource):
         return None
     made = (sorted(source.plan.tensors.items()), to_strict_json(dict(source.documents)))
     return hashlib.blake2b(repr(made).encode(), digest_size=16).hexdigest()

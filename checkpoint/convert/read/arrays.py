@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.convert.read.files import Extent, damaged
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
@@ -110,8 +110,8 @@ class FileArray:
         ):
             raise damaged(
                 self.extent.location,
-                f"no tensor has shape {shown(self.shape)}, strides {shown(self.strides)} and "
-                f"begins at element {shown(self.start)}",
+                f"no tensor has shape {safe_repr(self.shape)}, strides {safe_repr(self.strides)} "
+                f"and begins at element {safe_repr(self.start)}",
             )
         if not self.size:
             return

@@ -15,7 +15,7 @@ from keepstep.checkpoint.convert.read.files import Extent, ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.pickled_tensors import dtype_name, torch_constructors
 from keepstep.checkpoint.convert.read.pickled_values import Global, Record
 from keepstep.checkpoint.convert.read.pickles import MOST_NBYTES, unpickle
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.source import TensorSpec
@@ -162,8 +162,8 @@ class _Reading:
             transforms = place.get("transform_descriptors")
             if transforms:
                 raise FormatUnsupported(
-                    f"{self._location}: {name} went through {shown(transforms)}; save it without "
-                    "extensions of the storage writer"
+                    f"{self._location}: {name} went through {safe_repr(transforms)}; save it "
+                    "without extensions of the storage writer"
                 )
             place_in_tensor = None if offset is None else self._numbers(name, offset)
             found = self._range(name, file_name, start, nbytes)

@@ -20,9 +20,9 @@ from typing import Any
 from keepstep.checkpoint.convert.read.contents import mapping_of
 from keepstep.checkpoint.convert.read.files import damaged
 from keepstep.checkpoint.convert.read.pickled_values import Record
-from keepstep.checkpoint.convert.read.rank_cuts import REPLICATED, Cut, joining_of
-from keepstep.checkpoint.convert.read.rank_tensors import Joining, RankPart
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.rank_cuts import REPLICATED, ShardSpec, merge_of
+from keepstep.checkpoint.convert.read.rank_tensors import RankPart, ShardMerge
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.rules.rule import Shape, Sharding
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Box
@@ -76,7 +76,7 @@ class UniversalInfo:
         """Return whether a parameter has a row for each word."""
         return self._matched(_VOCABULARY, name) is not None
 
-    def joining(self, name: str, shapes: Sequence[Shape], *, is_buffer: bool) -> Joining:
+    def merge(self, name: str, shapes: Sequence[Shape], *, is_buffer: bool) -> ShardMerge:
         """Return how a parameter or buffer consists of what the ranks have.
 
         Args:
@@ -97,27 +97,27 @@ class UniversalInfo:
         if (entry := self._affine(name)) is not None:
             return self._joining_of_blocks(name, entry, shapes)
         try:
-            return joining_of(self._cut(name, shapes, is_buffer=is_buffer), shapes)
+            return merge_of(self._cut(name, shapes, is_buffer=is_buffer), shapes)
         except ValueError as error:
             raise damaged(self.location, f"{INFO}: {name}: {error}") from None
 
-    def _cut(self, name: str, shapes: Sequence[Shape], *, is_buffer: bool) -> Cut:
+    def _cut(self, name: str, shapes: Sequence[Shape], *, is_buffer: bool) -> ShardSpec:
         if self._matched(_REPLICATED, name) is not None:
             return REPLICATED
         if self._matched(_AVERAGE, name) is not None:
-            return Cut(sharding=Sharding.AVERAGE)
+            return ShardSpec(sharding=Sharding.AVERAGE)
         if self._matched(_TWO_PARTS, name) is not None:
             halves = tuple(_half(shape) for shape in shapes)
-            return Cut(sharding=Sharding.SHARD, widths=(halves, halves))
+            return ShardSpec(sharding=Sharding.SHARD, widths=(halves, halves))
         if (cut := self._cut_of_parts(name, shapes)) is not None:
             return cut
         if self._matched(_ROW, name) is not None:
-            return Cut(sharding=Sharding.SHARD, dim=1)
+            return ShardSpec(sharding=Sharding.SHARD, dim=1)
         if is_buffer and self._matched(_VOCABULARY, name) is None:
             return REPLICATED
-        return Cut(sharding=Sharding.SHARD)
+        return ShardSpec(sharding=Sharding.SHARD)
 
-    def _cut_of_parts(self, name: str, shapes: Sequence[Shape]) -> Cut | None:
+    def _cut_of_parts(self, name: str, shapes: Sequence[Shape]) -> ShardSpec | None:
         """Return the cut of a parameter that is several, side by side in a view of it."""
         listed = self.content.get(_PARTS)
         for entry in listed if isinstance(listed, list | tuple) else ():
@@ -130,7 +130,7 @@ class UniversalInfo:
 
     def _parts_of_view(
         self, pattern: str, content: Mapping[str, Any], shapes: Sequence[Shape]
-    ) -> Cut:
+    ) -> ShardSpec:
         view, dim = content.get("shape"), content.get("partition_dim")
         if (
             not isinstance(view, list | tuple)
@@ -174,7 +174,9 @@ class UniversalInfo:
                 scaled = tuple(tuple(width * scale for width in row) for row in widths)
                 groups = outer // before
                 if groups * sum(row[0] for row in scaled) == shapes[0][own_dim]:
-                    return Cut(sharding=Sharding.SHARD, dim=own_dim, widths=scaled, groups=groups)
+                    return ShardSpec(
+                        sharding=Sharding.SHARD, dim=own_dim, widths=scaled, groups=groups
+                    )
         raise ValueError(f"ranks have {shapes[0]}, which is no view of {tuple(view)} ({_PARTS})")
 
     def _widths(self, sizes: Sequence[int], recorded: object) -> list[list[int]]:
@@ -206,7 +208,7 @@ class UniversalInfo:
         version = listed.get("version", _AFFINE_VERSION)
         if version != _AFFINE_VERSION:
             raise FormatUnsupported(
-                f"{self.location}: its {_AFFINE} has version {shown(version)}, and "
+                f"{self.location}: its {_AFFINE} has version {safe_repr(version)}, and "
                 f"{_AFFINE_VERSION} is read; give rules that say how parameters are cut"
             )
         for pattern, entry in mapping_of(listed.get("params")).items():
@@ -216,7 +218,7 @@ class UniversalInfo:
 
     def _joining_of_blocks(
         self, name: str, entry: Mapping[str, Any], shapes: Sequence[Shape]
-    ) -> Joining:
+    ) -> ShardMerge:
         logical = _shape_of(entry.get("logical_shape"))
         listed = entry.get("ranks")
         by_rank = (
@@ -241,7 +243,7 @@ class UniversalInfo:
             for piece in pieces:
                 parts.append(self._block(name, mapping_of(piece), rank, logical, shape))
         assert logical is not None
-        return Joining(logical, tuple(parts))
+        return ShardMerge(logical, tuple(parts))
 
     def _block(
         self, name: str, piece: Mapping[str, Any], rank: int, logical: Shape, shape: Shape
@@ -249,7 +251,7 @@ class UniversalInfo:
         if piece.get("scale", 1.0) != 1.0:
             raise FormatUnsupported(
                 f"{self.location}: {_AFFINE}: ranks have {name} scaled by "
-                f"{shown(piece.get('scale'))}, which is not read; load it with the script that "
+                f"{safe_repr(piece.get('scale'))}, which is not read; load it with the script that "
                 "trained it, and save whole parameters"
             )
         extents = _shape_of(piece.get("shape"))

@@ -17,20 +17,26 @@ from keepstep.checkpoint.convert.read.deepspeed_files import ModelFile, is_state
 from keepstep.checkpoint.convert.read.files import damaged
 from keepstep.checkpoint.convert.read.foreign_source import LeftOut
 from keepstep.checkpoint.convert.read.pickled_values import Global, NumpyArray, NumpyType, Record
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 
 _MOST_COMPARED_NBYTES = 2**20
 _MOST_DEPTH = 200
 _STEPS = "global_steps"
 
 
-class Same(enum.Enum):
-    """Whether two values of pickles are the same."""
+class Comparison(enum.Enum):
+    """Says whether two values of pickles are equal."""
 
-    YES = "yes"
-    NO = "no"
+    EQUAL = "equal"
+    DIFFERENT = "different"
     NOT_COMPARED = "not compared"
     """They are tensors too large to be read for this."""
+
+
+_RELATIONS = {
+    Comparison.DIFFERENT: "differs from",
+    Comparison.NOT_COMPARED: "is too large to be compared with",
+}
 
 
 def differences(files: Sequence[ModelFile]) -> Iterator[LeftOut]:
@@ -47,18 +53,17 @@ def differences(files: Sequence[ModelFile]) -> Iterator[LeftOut]:
         if other.content.get(_STEPS) != first.content.get(_STEPS):
             raise damaged(
                 other.location,
-                f"its {_STEPS} is {shown(other.content.get(_STEPS))}, and that of {first.location} "
-                f"is {shown(first.content.get(_STEPS))}",
+                f"its {_STEPS} is {safe_repr(other.content.get(_STEPS))}, and that of "
+                f"{first.location} is {safe_repr(first.content.get(_STEPS))}",
             )
         for name, value in other.content.items():
             if is_state(name):
                 continue
-            same = is_same(first.content.get(name), value)
-            if same is not Same.YES:
-                how = "differs from" if same is Same.NO else "is too large to be compared with"
+            comparison = compare(first.content.get(name), value)
+            if comparison is not Comparison.EQUAL:
                 yield LeftOut(
                     f"{name} of {_file_name(other)}",
-                    f"it {how} that of {_file_name(first)}, which is carried",
+                    f"it {_RELATIONS[comparison]} that of {_file_name(first)}, which is carried",
                 )
 
 
@@ -70,22 +75,21 @@ def buffer_differences(files: Sequence[ModelFile]) -> Iterator[LeftOut]:
     first = files[0]
     for other in files[1:]:
         for name in sorted(other.buffers & other.module.keys()):
-            same = is_same(first.module.get(name), other.module[name])
-            if same is not Same.YES:
-                how = "differs from" if same is Same.NO else "is too large to be compared with"
+            comparison = compare(first.module.get(name), other.module[name])
+            if comparison is not Comparison.EQUAL:
                 yield LeftOut(
                     f"model/{name} of {_file_name(other)}",
-                    f"it {how} that of {_file_name(first)}, which is carried",
+                    f"it {_RELATIONS[comparison]} that of {_file_name(first)}, which is carried",
                 )
 
 
-def is_same(first: object, other: object, depth: int = 0) -> Same:
-    """Return whether two values of pickles are the same; tensors by their bits."""
+def compare(first: object, other: object, depth: int = 0) -> Comparison:
+    """Compare two values of pickles; tensors by their bits."""
     if depth > _MOST_DEPTH:
-        return Same.NOT_COMPARED
+        return Comparison.NOT_COMPARED
     match first, other:
         case FileArray(), FileArray():
-            return _is_same_array(first, other)
+            return _compare_arrays(first, other)
         case MemoryArray(), MemoryArray():
             return _answer(_are_equal(first.values, other.values))
         case NumpyArray(), NumpyArray():
@@ -110,42 +114,42 @@ def is_same(first: object, other: object, depth: int = 0) -> Same:
             return _answer((first.name, first.order) == (other.name, other.order))
         case dict(), dict():
             if len(first) != len(other) or any(key not in other for key in first):
-                return Same.NO
+                return Comparison.DIFFERENT
             return _all([(value, other[key]) for key, value in first.items()], depth)
         case [list(), list()] | [tuple(), tuple()]:
-            return _is_same_sequence(first, other, depth)
+            return _compare_sequences(first, other, depth)
         case Global(), Global():
             return _answer(first == other)
     if type(first) is not type(other):
-        return Same.NO
+        return Comparison.DIFFERENT
     # A NaN is not equal to itself.
     return _answer(first == other or repr(first) == repr(other))
 
 
-def _all(pairs: Sequence[tuple[object, object]], depth: int) -> Same:
-    worst = Same.YES
+def _all(pairs: Sequence[tuple[object, object]], depth: int) -> Comparison:
+    worst = Comparison.EQUAL
     for first, other in pairs:
-        same = is_same(first, other, depth + 1)
-        if same is Same.NO:
-            return same
-        if same is Same.NOT_COMPARED:
-            worst = same
+        comparison = compare(first, other, depth + 1)
+        if comparison is Comparison.DIFFERENT:
+            return comparison
+        if comparison is Comparison.NOT_COMPARED:
+            worst = comparison
     return worst
 
 
-def _is_same_sequence(first: object, other: object, depth: int) -> Same:
+def _compare_sequences(first: object, other: object, depth: int) -> Comparison:
     assert isinstance(first, list | tuple)
     assert isinstance(other, list | tuple)
     if len(first) != len(other):
-        return Same.NO
+        return Comparison.DIFFERENT
     return _all(list(zip(first, other, strict=True)), depth)
 
 
-def _is_same_array(first: FileArray, other: FileArray) -> Same:
+def _compare_arrays(first: FileArray, other: FileArray) -> Comparison:
     if (first.dtype, first.shape) != (other.dtype, other.shape):
-        return Same.NO
+        return Comparison.DIFFERENT
     if first.nbytes > _MOST_COMPARED_NBYTES:
-        return Same.NOT_COMPARED
+        return Comparison.NOT_COMPARED
     return _answer(first.read().tobytes() == other.read().tobytes())
 
 
@@ -155,8 +159,8 @@ def _are_equal(first: np.ndarray, other: np.ndarray) -> bool:
     )
 
 
-def _answer(is_equal: bool) -> Same:
-    return Same.YES if is_equal else Same.NO
+def _answer(is_equal: bool) -> Comparison:
+    return Comparison.EQUAL if is_equal else Comparison.DIFFERENT
 
 
 def _file_name(file: ModelFile) -> str:

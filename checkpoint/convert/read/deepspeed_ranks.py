@@ -34,11 +34,16 @@ from keepstep.checkpoint.convert.read.pieces import ForeignTensor, whole
 from keepstep.checkpoint.convert.read.rank_cuts import (
     REPLICATED,
     RankRules,
-    joining_of,
     joinings_by_rules,
+    merge_of,
 )
-from keepstep.checkpoint.convert.read.rank_tensors import Joining, MeanArray, array_of_box, joined
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.rank_tensors import (
+    MeanArray,
+    ShardMerge,
+    array_of_box,
+    joined,
+)
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.rules.planning import keys_by_name, shape_of
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Box, Json
@@ -51,7 +56,7 @@ _DIMENSIONS = "checkpoint_parallel_dimensions"
 _BY_PARAMETER = (MASTERS, SCALARS, TIED)
 """Documents with an entry for each parameter, which ranks and stages have of their own."""
 
-Joinings = Callable[[Sequence[Mapping[str, TensorSpec]]], Mapping[str, Joining]]
+ShardMerges = Callable[[Sequence[Mapping[str, TensorSpec]]], Mapping[str, ShardMerge]]
 """Returns how each tensor of the model and the optimizer consists of those of ranks."""
 
 
@@ -144,8 +149,8 @@ def parallel_degrees(models: Sequence[Sequence[ModelFile]], layer_ranks: int) ->
             if row[0].content.get(_DIMENSIONS) != said:
                 raise damaged(
                     row[0].location,
-                    f"its {_DIMENSIONS} is {shown(row[0].content.get(_DIMENSIONS))}, and that of "
-                    f"{first.location} is {shown(said)}",
+                    f"its {_DIMENSIONS} is {safe_repr(row[0].content.get(_DIMENSIONS))}, and that "
+                    f"of {first.location} is {safe_repr(said)}",
                 )
     else:
         ranks = layer_ranks or len(models)
@@ -159,9 +164,9 @@ def parallel_degrees(models: Sequence[Sequence[ModelFile]], layer_ranks: int) ->
     ):
         raise damaged(
             first.location,
-            f"there are {shown(stages)} stages of a pipeline and {shown(ranks)} ranks of tensor "
-            f"parallelism, and files of {len(models)} model ranks and of {layer_ranks} ranks with "
-            "layers",
+            f"there are {safe_repr(stages)} stages of a pipeline and {safe_repr(ranks)} ranks of "
+            f"tensor parallelism, and files of {len(models)} model ranks and of {layer_ranks} "
+            "ranks with layers",
         )
     return stages, ranks
 
@@ -266,19 +271,19 @@ def _joined_ranks(model_ranks: Sequence[ModelRank], rank_rules: RankRules | None
     documents = _documents_of_ranks(model_ranks)
     # What the tool itself wrote counts first: rules may be a preset, of another tool's cuts.
     if info is None and rank_rules is not None:
-        joinings = joinings_by_rules(rank_rules, specs)
+        merges = joinings_by_rules(rank_rules, specs)
     else:
         buffers = model_ranks[0].file.buffers
         if info is None and not buffers.issuperset(keys_by_name(specs[0])):
             raise _not_said(model_ranks, specs)
         said = info or UniversalInfo(model_ranks[0].file.location, {}, len(model_ranks))
-        joinings = _joinings_of_info(said, specs, buffers)
+        merges = _joinings_of_info(said, specs, buffers)
     tensors = {
         # What is of neither the model nor its optimizer is compared by `differences`.
-        key: joined(key, joinings[key], _of_all(key, checkpoints)) if key in joinings else tensor
+        key: joined(key, merges[key], _of_all(key, checkpoints)) if key in merges else tensor
         for key, tensor in first.foreign_tensors.items()
     }
-    _round_means(tensors, joinings, checkpoints)
+    _round_means(tensors, merges, checkpoints)
     if info is not None and info.vocabulary_size is not None:
         documents[PADDING] = {
             f"{MODEL_PREFIX}{name}": {"logical_shape": [info.vocabulary_size, *shape[1:]]}
@@ -292,31 +297,31 @@ def _joined_ranks(model_ranks: Sequence[ModelRank], rank_rules: RankRules | None
 
 def _joinings_of_info(
     info: UniversalInfo, specs: Sequence[Mapping[str, TensorSpec]], buffers: frozenset[str]
-) -> dict[str, Joining]:
+) -> dict[str, ShardMerge]:
     """Return how tensors consist of those of ranks, as the files say."""
-    joinings: dict[str, Joining] = {}
+    merges: dict[str, ShardMerge] = {}
     for name, keys in keys_by_name(specs[0]).items():
         shapes = [shape_of(keys, of_rank) for of_rank in specs]
-        joining = info.joining(name, shapes, is_buffer=name in buffers)
+        merge = info.merge(name, shapes, is_buffer=name in buffers)
         for key in keys.values():
             own = [of_rank[key].shape for of_rank in specs]
             # A step, or another value that belongs to the whole parameter, is the same on all.
-            joinings[key] = joining if own == shapes else joining_of(REPLICATED, own)
-    return joinings
+            merges[key] = merge if own == shapes else merge_of(REPLICATED, own)
+    return merges
 
 
 def _round_means(
     tensors: dict[str, ForeignTensor],
-    joinings: Mapping[str, Joining],
+    merges: Mapping[str, ShardMerge],
     checkpoints: Sequence[ForeignCheckpoint],
 ) -> None:
     """Make parameters of which masters are averaged the rounded means of these."""
-    for key, joining in joinings.items():
+    for key, merge in merges.items():
         name = key.removeprefix(MODEL_PREFIX)
         master = f"{OPTIMIZER_PREFIX}{name}/{MASTER_SLOT}"
-        if key.startswith(MODEL_PREFIX) and joining.is_mean and master in tensors:
+        if key.startswith(MODEL_PREFIX) and merge.is_mean and master in tensors:
             copies = _of_all(master, checkpoints)
-            box = Box.whole(joining.shape)
+            box = Box.whole(merge.shape)
             arrays = tuple(array_of_box(master, copies[rank], box) for rank in copies)
             tensors[key] = whole(MeanArray(arrays, tensors[key].spec.dtype))
 
@@ -352,8 +357,8 @@ def _documents_of_ranks(model_ranks: Sequence[ModelRank]) -> dict[str, Json]:
                 if own.get(key, value) != value:
                     raise damaged(
                         other.file.location,
-                        f"{name}: its {key} is {shown(value)}, and that of {first.file.location} "
-                        f"is {shown(own[key])}",
+                        f"{name}: its {key} is {safe_repr(value)}, and that of "
+                        f"{first.file.location} is {safe_repr(own[key])}",
                     )
             if own or documents.get(name):
                 merged[name] = {**documents.get(name, {}), **own}

@@ -38,7 +38,7 @@ from keepstep.checkpoint.convert.read.files import Extent, ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.pieces import whole
 from keepstep.checkpoint.convert.read.rank_cuts import RankRules
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
@@ -256,7 +256,7 @@ def _tensor(
             return param
         if info is not None and not value.get("vocab_tensor"):
             # Fused parts are stored in the shape of a view, which may have other dimensions.
-            shape = info.joining(parameter, shapes, is_buffer=False).shape
+            shape = info.merge(parameter, shapes, is_buffer=False).shape
             if math.prod(shape) == param.size:
                 param = param.reshaped(shape)
         _check_merged(extent, value, param.shape, shapes)
@@ -293,8 +293,8 @@ def _check_merged(
     if not fits:
         raise damaged(
             extent.location,
-            f"its shape is {shape}, put together along {shown(axis)} (`cat_dim`), and the ranks "
-            f"have {', '.join(str(own) for own in shapes)}",
+            f"its shape is {shape}, put together along {safe_repr(axis)} (`cat_dim`), and the "
+            f"ranks have {', '.join(str(own) for own in shapes)}",
         )
 
 

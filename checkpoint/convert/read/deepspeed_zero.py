@@ -40,7 +40,7 @@ from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.optimizer_state import add_optimizer_state, is_optimizer_state
 from keepstep.checkpoint.convert.read.pickled_values import Record
 from keepstep.checkpoint.convert.read.pieces import Piece, assembled, pieces_of_range
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
@@ -362,7 +362,7 @@ def _stage(optimizer: OptimizerFile) -> int:
         stage = stage.args[0]
     if stage not in (1, 2, 3):
         raise FormatUnsupported(
-            f"{optimizer.location}: its zero_stage is {shown(stage)}, and 1, 2 and 3 are read"
+            f"{optimizer.location}: its zero_stage is {safe_repr(stage)}, and 1, 2 and 3 are read"
         )
     if optimizer.state.get("ds_zero_partition_groups"):
         raise FormatUnsupported(

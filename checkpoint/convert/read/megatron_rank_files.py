@@ -24,7 +24,7 @@ from keepstep.checkpoint.convert.read.megatron_settings import (
     members_by_rules,
     optimizers_in,
 )
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
 from keepstep.checkpoint.errors import FormatUnsupported
 
@@ -118,8 +118,8 @@ def _opened(files: ForeignFiles, name: str, ranks: int, stages: int) -> RankFile
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < _LEAST_VERSION:
         raise FormatUnsupported(
-            f"{file.location}: its checkpoint_version is {shown(version)}, which orders the rows "
-            "of attention otherwise; load it with Megatron-LM, and save it again"
+            f"{file.location}: its checkpoint_version is {safe_repr(version)}, which orders the "
+            "rows of attention otherwise; load it with Megatron-LM, and save it again"
         )
     for argument, kind, count in (
         ("tensor_model_parallel_size", "tensor", ranks),

@@ -19,7 +19,7 @@ from keepstep.checkpoint.convert.read.pickled_values import (
     Record,
     plain_constructors,
 )
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 
 UNTYPED = "torch.storage.UntypedStorage"
@@ -94,7 +94,7 @@ def storage_kind(value: object) -> StorageKind:
         return StorageKind(numpy_dtype(dtype).itemsize, dtype)
     if name.startswith("torch.") and leaf in _ITEMSIZES_ELSEWHERE:
         return StorageKind(_ITEMSIZES_ELSEWHERE[leaf], None)
-    raise ValueError(f"{name or shown(value)} is no storage that is known"[:200])
+    raise ValueError(f"{name or safe_repr(value)} is no storage that is known"[:200])
 
 
 def dtype_name(value: object) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepstep.checkpoint.convert.read.rank_tensors import Joining, RankPart
+from keepstep.checkpoint.convert.read.rank_tensors import RankPart, ShardMerge
 from keepstep.checkpoint.convert.rules.plan import PlannedTensor
 from keepstep.checkpoint.convert.rules.rank_shards import join_ranks, rank_key
 from keepstep.checkpoint.convert.rules.rule import RuleSet, Shape, Sharding
@@ -27,7 +27,7 @@ class RankRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ShardSpec:
     """How the ranks have a parameter.
 
     Attributes:
@@ -44,10 +44,10 @@ class Cut:
     groups: int = 1
 
 
-REPLICATED = Cut(sharding=Sharding.REPLICATED)
+REPLICATED = ShardSpec(sharding=Sharding.REPLICATED)
 
 
-def joining_of(cut: Cut, shapes: Sequence[Shape]) -> Joining:
+def merge_of(cut: ShardSpec, shapes: Sequence[Shape]) -> ShardMerge:
     """Return the blocks of the ranks' tensors that make up a parameter, or a slot of its shape.
 
     Args:
@@ -62,7 +62,7 @@ def joining_of(cut: Cut, shapes: Sequence[Shape]) -> Joining:
             raise ValueError(f"the ranks' copies of it have different shapes: {_shown(shapes)}")
         whole = Box.whole(shapes[0])
         parts = tuple(RankPart(rank, whole, whole) for rank in range(len(shapes)))
-        return Joining(shapes[0], parts, cut.sharding is Sharding.AVERAGE)
+        return ShardMerge(shapes[0], parts, cut.sharding is Sharding.AVERAGE)
     dim = cut.dim
     if any(len(shape) <= dim for shape in shapes):
         raise ValueError(f"dimension {dim} is said to be cut, and the shapes are {_shown(shapes)}")
@@ -78,7 +78,7 @@ def joining_of(cut: Cut, shapes: Sequence[Shape]) -> Joining:
         raise ValueError(
             f"its parts have {held} elements of dimension {dim} on the ranks, which have {extents}"
         )
-    return Joining(
+    return ShardMerge(
         (*shapes[0][:dim], sum(extents), *shapes[0][dim + 1 :]),
         tuple(
             RankPart(rank, _slice(shapes[0], dim, start, count), _slice(shapes[0], dim, at, count))
@@ -90,7 +90,7 @@ def joining_of(cut: Cut, shapes: Sequence[Shape]) -> Joining:
 
 def joinings_by_rules(
     given: RankRules, ranks: Sequence[Mapping[str, TensorSpec]]
-) -> dict[str, Joining]:
+) -> dict[str, ShardMerge]:
     """Return how each tensor of a pipeline stage consists of those of its ranks, as rules say.
 
     Args:
@@ -103,7 +103,7 @@ def joinings_by_rules(
     plan = join_ranks(given.rules, ranks, given.config)
     equal = {_key(keys[0]) for keys in plan.equal}
     mean = {_key(keys[0]) for keys in plan.mean}
-    joinings = {}
+    merges = {}
     for key, tensor in plan.tensors.items():
         parts = _parts(tensor)
         if key in equal | mean:
@@ -114,8 +114,8 @@ def joinings_by_rules(
                 if key in specs
                 for part in parts
             )
-        joinings[key] = Joining(tensor.spec.shape, parts, key in mean)
-    return joinings
+        merges[key] = ShardMerge(tensor.spec.shape, parts, key in mean)
+    return merges
 
 
 def _parts(tensor: PlannedTensor) -> tuple[RankPart, ...]:

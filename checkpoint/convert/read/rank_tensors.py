@@ -37,7 +37,7 @@ class RankPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
+class ShardMerge:
     """How a tensor consists of those of ranks.
 
     Attributes:
@@ -59,26 +59,26 @@ class Joining:
         return {target: tuple(parts) for target, parts in found.items()}
 
 
-def joined(key: str, joining: Joining, tensors: Mapping[int, ForeignTensor]) -> ForeignTensor:
+def joined(key: str, merge: ShardMerge, tensors: Mapping[int, ForeignTensor]) -> ForeignTensor:
     """Return the tensor that ranks have together.
 
     Args:
         key: its key, for messages.
-        joining: which blocks of the ranks' tensors it consists of.
+        merge: which blocks of the ranks' tensors it consists of.
         tensors: the ranks' tensors.
 
     Raises:
         CheckpointDamaged: they have different data types, or do not cover the tensor.
     """
-    first = tensors[joining.parts[0].rank] if joining.parts else next(iter(tensors.values()))
-    spec = TensorSpec(first.spec.dtype, joining.shape)
+    first = tensors[merge.parts[0].rank] if merge.parts else next(iter(tensors.values()))
+    spec = TensorSpec(first.spec.dtype, merge.shape)
     pieces: list[Piece] = []
-    for target, parts in joining.by_target().items():
+    for target, parts in merge.by_target().items():
         if len(parts) == 1:
             pieces.extend(_moved(tensors[parts[0].rank], parts[0]))
             continue
         copies = tuple(array_of_box(key, tensors[part.rank], part.source) for part in parts)
-        array = MeanArray(copies) if joining.is_mean else ComparedArray(key, copies)
+        array = MeanArray(copies) if merge.is_mean else ComparedArray(key, copies)
         pieces.append(Piece(target, array))
     return assembled(key, spec, pieces)
 

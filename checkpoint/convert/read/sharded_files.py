@@ -20,7 +20,7 @@ from keepstep.checkpoint.convert.read.pickled_json import NotJson, as_json
 from keepstep.checkpoint.convert.read.pickled_values import Record
 from keepstep.checkpoint.convert.read.pieces import Piece, assembled, first_of_each_box
 from keepstep.checkpoint.convert.read.recognition import rank_of_file
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.read.state_dicts import add_model, add_training_state
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
 from keepstep.checkpoint.errors import FormatUnsupported
@@ -200,7 +200,7 @@ def _local_part(value: Record, shape: tuple[int, ...], key: str, location: str) 
                 "and Replicate are read; save it with torch.distributed.checkpoint"
             )
         if type(place) is not int or not 0 <= place < count:
-            raise damaged(location, f"{key} is at {shown(place)} of {count} places of its mesh")
+            raise damaged(location, f"{key} is at {safe_repr(place)} of {count} places of its mesh")
         most = -(-left[axis] // count)
         start = min(place * most, left[axis])
         offset[axis] += start

@@ -21,7 +21,7 @@ from keepstep.checkpoint.convert.read.pickled_tensors import (
 )
 from keepstep.checkpoint.convert.read.pickles import MOST_NBYTES, names_in, unpickle
 from keepstep.checkpoint.convert.read.ranged_file import RangedFile
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 
 ZIP_SIGNATURE = b"PK\x03\x04"
@@ -128,7 +128,7 @@ class _TorchZip:
             order = self._bytes(self._content("byteorder"))
             if order != b"little":
                 raise FormatUnsupported(
-                    f"{self._extent.location}: its byte order is {shown(order)}; save it on a "
+                    f"{self._extent.location}: its byte order is {safe_repr(order)}; save it on a "
                     "little-endian machine"
                 )
         pickle = self._content("data.pkl")

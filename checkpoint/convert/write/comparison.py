@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from keepstep.checkpoint.convert.write.boxes_in_order import boxes_in_order
-from keepstep.checkpoint.convert.write.respelling import aliases_of
+from keepstep.checkpoint.convert.write.renaming import aliases_of
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.source import BoxRequest, Source

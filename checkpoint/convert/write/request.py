@@ -14,7 +14,7 @@ from keepstep.checkpoint.convert.write.opened import (
     open_location,
     without_wrapper_names,
 )
-from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
+from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules, rank_rules
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Json
@@ -51,12 +51,12 @@ class ConversionRequest:
         Raises:
             CheckpointError: it cannot be opened, or the rules do not fit it.
         """
-        opened = self.open_as_spelled()
+        opened = self.open_before_rules()
         if self.rules is None:
             return opened
-        return respell(opened, self.rules, configuration(opened, self.config))
+        return apply_naming_rules(opened, self.rules, configuration(opened, self.config))
 
-    def open_as_spelled(self) -> Opened:
+    def open_before_rules(self) -> Opened:
         """Open the checkpoint under the names that rules are given.
 
         Raises:

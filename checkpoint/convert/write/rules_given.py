@@ -14,13 +14,13 @@ from keepstep.checkpoint.convert.rules.presets import preset
 from keepstep.checkpoint.convert.rules.rule import RuleSet
 from keepstep.checkpoint.convert.rules.rule_file import parse_rules
 from keepstep.checkpoint.convert.write.opened import Opened
-from keepstep.checkpoint.convert.write.respelling import Planner, aliases_of, respelled
+from keepstep.checkpoint.convert.write.renaming import Planner, aliases_of, renamed_source
 from keepstep.checkpoint.errors import CheckpointMissing, RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.source import Source, TensorSpec
 
 
-def respell(opened: Opened, given: str, config: Mapping[str, Json]) -> Opened:
+def apply_naming_rules(opened: Opened, given: str, config: Mapping[str, Json]) -> Opened:
     """Return an opened checkpoint in the spelling that rules lead to.
 
     Args:
@@ -33,7 +33,7 @@ def respell(opened: Opened, given: str, config: Mapping[str, Json]) -> Opened:
         RulesInvalid: the rules do not fit the checkpoint, or are none.
         CheckpointDamaged: tensors differ that have to be equal.
     """
-    source = respelled(opened.source, planner(given, config))
+    source = renamed_source(opened.source, planner(given, config))
     source.check_equal()
     return replace(opened, source=source, left_out=(*opened.left_out, *source.left_out()))
 

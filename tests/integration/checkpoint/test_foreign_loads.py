@@ -138,7 +138,7 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_was(tmp_path: Path) -> Non
     assert not optimizer.state
 
 
-class Respelled(nn.Module):
+class RenamedSource(nn.Module):
     """The same model in another spelling: two halves of the middle layer are one tensor."""
 
     def __init__(self) -> None:
@@ -169,9 +169,9 @@ match = "head.weight"
 """
 
 
-def respelled(sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+def renamed_source(sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(2)
-    model = Respelled()
+    model = RenamedSource()
     if sharded:
         fully_shard(model)
     return model, torch.optim.AdamW(model.named_parameters(), lr=0.1)
@@ -190,7 +190,7 @@ def load_respelled(
     url: str, rules: Path, sharded: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     rules.write_text(RULES)
-    model, optimizer = respelled(sharded)
+    model, optimizer = renamed_source(sharded)
     checkpoint.load(url, {"model": model, "optimizer": optimizer}, rules=str(rules))
     return model, optimizer
 
@@ -217,7 +217,7 @@ def test_what_rules_do_not_lead_to_is_missing(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match=r"tokens.weight, .*: missing"):
         checkpoint.load(
             str(tmp_path / "a.pt"),
-            {"model": respelled()[0]},
+            {"model": renamed_source()[0]},
             rules=str(tmp_path / "rules.toml"),
         )
 
@@ -239,7 +239,7 @@ def test_ranks_read_by_rules_what_they_have_of_the_other_spelling(tmp_path: Path
     train(model, optimizer)
     checkpoint.save(str(tmp_path / "run"), {"model": model, "optimizer": optimizer}, step=2)
     alone = values(*load_respelled(str(tmp_path / "a.pt"), tmp_path / "rules.toml"))
-    assert not any(map(torch.equal, alone[:2], respelled()[0].parameters()))
+    assert not any(map(torch.equal, alone[:2], renamed_source()[0].parameters()))
     torch.save(alone, tmp_path / "expected.pt")
     run_ranks(run_by_rules, (str(tmp_path),), nprocs=2)
 

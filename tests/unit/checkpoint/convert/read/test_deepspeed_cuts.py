@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.convert.read.deepspeed_cuts import UniversalInfo, universal_info
-from keepstep.checkpoint.convert.read.rank_cuts import Cut, joining_of
-from keepstep.checkpoint.convert.read.rank_tensors import Joining
+from keepstep.checkpoint.convert.read.rank_cuts import ShardSpec, merge_of
+from keepstep.checkpoint.convert.read.rank_tensors import ShardMerge
 from keepstep.checkpoint.convert.rules.rule import Sharding
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 
@@ -25,10 +25,10 @@ def info(ranks: int = 2, **content: Any) -> UniversalInfo:
     return UniversalInfo("mp_rank_00", content, ranks)
 
 
-def together(joining: Joining, slices: list[Array]) -> Array:
+def together(merge: ShardMerge, slices: list[Array]) -> Array:
     """Return what slices make, where each element is said to be of exactly one block."""
-    whole = np.full(joining.shape, -1, slices[0].dtype)
-    for part in joining.parts:
+    whole = np.full(merge.shape, -1, slices[0].dtype)
+    for part in merge.parts:
         assert part.source.shape == part.target.shape
         target = whole[part.target.slices]
         source = slices[part.rank][part.source.slices]
@@ -43,8 +43,8 @@ def numbers(*shape: int) -> Array:
 
 
 def check(said: UniversalInfo, whole: Array, slices: list[Array], name: str = "3.w") -> None:
-    joining = said.joining(name, [part.shape for part in slices], is_buffer=False)
-    assert np.array_equal(together(joining, slices), whole)
+    merge = said.merge(name, [part.shape for part in slices], is_buffer=False)
+    assert np.array_equal(together(merge, slices), whole)
 
 
 def test_parameter_without_a_pattern_is_cut_along_dimension_0() -> None:
@@ -77,18 +77,18 @@ def test_patterns_with_groups_and_escaped_characters_are_read() -> None:
 
 
 def test_copies_that_are_averaged_are_said_to_be() -> None:
-    joining = info(parameter_to_average_patterns=["norm"]).joining(
+    merge = info(parameter_to_average_patterns=["norm"]).merge(
         "norm", [(3,), (3,)], is_buffer=False
     )
-    assert joining.is_mean
-    assert [part.rank for part in joining.parts] == [0, 1]
+    assert merge.is_mean
+    assert [part.rank for part in merge.parts] == [0, 1]
 
 
 def test_buffers_are_copies_unless_a_pattern_says_more() -> None:
     said = info(parameter_with_row_parallelism_patterns=["cut"])
-    assert said.joining("mask", [(3,), (3,)], is_buffer=True).shape == (3,)
-    assert said.joining("mask", [(3,), (3,)], is_buffer=False).shape == (6,)
-    assert said.joining("cut", [(2, 3), (2, 3)], is_buffer=True).shape == (2, 6)
+    assert said.merge("mask", [(3,), (3,)], is_buffer=True).shape == (3,)
+    assert said.merge("mask", [(3,), (3,)], is_buffer=False).shape == (6,)
+    assert said.merge("cut", [(2, 3), (2, 3)], is_buffer=True).shape == (2, 6)
 
 
 def test_two_halves_are_put_together_by_themselves() -> None:
@@ -97,7 +97,7 @@ def test_two_halves_are_put_together_by_themselves() -> None:
     said = info(parameter_with_2_sub_params_cat_dim_0=["3.w"])
     check(said, np.concatenate([gate, up]), slices)
     with pytest.raises(CheckpointDamaged, match=r"3\.w: .*two halves .* have \(5, 2\)"):
-        said.joining("3.w", [(5, 2), (5, 2)], is_buffer=False)
+        said.merge("3.w", [(5, 2), (5, 2)], is_buffer=False)
 
 
 def fused(sizes: list[int], ranks: int, dim: int, whole: Array) -> list[Array]:
@@ -163,7 +163,7 @@ def test_recorded_widths_say_how_parts_are_cut_unevenly() -> None:
 def test_uneven_parts_without_recorded_widths_are_refused() -> None:
     entry = {"patterns": ["3.w"], "shape": ((3, 2), 2), "partition_dim": 0}
     with pytest.raises(CheckpointDamaged, match="do not divide by 2 ranks"):
-        info(parameter_with_sub_params=[entry]).joining("3.w", [(3, 2), (2, 2)], is_buffer=False)
+        info(parameter_with_sub_params=[entry]).merge("3.w", [(3, 2), (2, 2)], is_buffer=False)
 
 
 def piece(shape: Any, source: Any, dest: Any, **more: Any) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def test_blocks_that_files_list_count_before_patterns() -> None:
 def test_what_is_not_read_is_refused_by_name(said: UniversalInfo, message: str) -> None:
     name = "3.w" if "very long" not in message else "3." + "w" * 60
     with pytest.raises(FormatUnsupported, match=message):
-        said.joining(name, [(2,), (2,)], is_buffer=False)
+        said.merge(name, [(2,), (2,)], is_buffer=False)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_what_is_not_read_is_refused_by_name(said: UniversalInfo, message: str) 
 )
 def test_contradictions_name_the_file_and_the_parameter(said: UniversalInfo, message: str) -> None:
     with pytest.raises(CheckpointDamaged, match=f"mp_rank_00.*{message}"):
-        said.joining("3.w", [(2,), (2,)], is_buffer=False)
+        said.merge("3.w", [(2,), (2,)], is_buffer=False)
 
 
 def test_files_say_nothing_without_a_pattern() -> None:
@@ -264,18 +264,22 @@ def test_files_say_nothing_without_a_pattern() -> None:
 @pytest.mark.parametrize(
     ("shapes", "cut", "message"),
     [
-        ([(2,), (3,)], Cut(sharding=Sharding.REPLICATED), "copies of it have different shapes"),
-        ([(2, 3), (2, 4)], Cut(sharding=Sharding.SHARD), "differ in another"),
+        (
+            [(2,), (3,)],
+            ShardSpec(sharding=Sharding.REPLICATED),
+            "copies of it have different shapes",
+        ),
+        ([(2, 3), (2, 4)], ShardSpec(sharding=Sharding.SHARD), "differ in another"),
         (
             [(2,), (2,)],
-            Cut(sharding=Sharding.SHARD, widths=((1, 1, 1),)),
+            ShardSpec(sharding=Sharding.SHARD, widths=((1, 1, 1),)),
             "its parts are of other ranks",
         ),
-        ([(2,), (2,)], Cut(sharding=Sharding.SHARD, widths=((1, 2),)), re.escape("[1, 2]")),
+        ([(2,), (2,)], ShardSpec(sharding=Sharding.SHARD, widths=((1, 2),)), re.escape("[1, 2]")),
     ],
 )
 def test_shapes_that_contradict_the_cut_are_refused(
-    shapes: list[tuple[int, ...]], cut: Cut, message: str
+    shapes: list[tuple[int, ...]], cut: ShardSpec, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        joining_of(cut, shapes)
+        merge_of(cut, shapes)

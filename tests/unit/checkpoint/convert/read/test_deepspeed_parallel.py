@@ -20,7 +20,7 @@ from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.write.opened import locate, open_location
 from keepstep.checkpoint.convert.write.request import ConversionRequest
-from keepstep.checkpoint.convert.write.rules_given import rank_rules, respell
+from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules, rank_rules
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMissing,
@@ -326,7 +326,7 @@ def test_rules_say_what_files_do_not_and_rename(tmp_path: Path, layout: Layout) 
     expected = expected_of(MODEL, state, layout)
     for key, tensor in expected.items():
         assert_same(opened.source, key, tensor)
-    apart = respell(opened, given, {}).source
+    apart = apply_naming_rules(opened, given, {}).source
     for key in ("model/{}", "optim/{}/exp_avg", "optim/{}/master_param"):
         fused = expected[key.format("2.fc1")]
         assert_same(apart, key.format("2.up"), fused[10:])
@@ -362,7 +362,7 @@ def test_rules_do_not_replace_what_files_say_of_cuts(tmp_path: Path, name: str, 
     location = locate(str(FIXTURES / name))
     request = ConversionRequest(location=location, rules=renaming(tmp_path, more))
     plain = ConversionRequest(location=location).open().source
-    before = request.open_as_spelled().source
+    before = request.open_before_rules().source
     assert before.tensors == plain.tensors
     assert before.documents == plain.documents
     assert request.open().source.tensors == {

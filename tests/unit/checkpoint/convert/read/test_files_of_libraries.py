@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from keepstep.checkpoint.convert.write.opened import Opened
-from keepstep.checkpoint.convert.write.rules_given import respell
+from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.source import BoxRequest
@@ -64,7 +64,7 @@ def test_folder_of_transformers_is_the_live_module_by_the_presets_rules(name: st
     config = json.loads((folder / "config.json").read_text())
     assert opened.source.documents["config"] == config
     assert [item.name for item in opened.left_out] == ["generation_config.json"]
-    live = respell(opened, f"{MODELS[name]}:hf:live", config)
+    live = apply_naming_rules(opened, f"{MODELS[name]}:hf:live", config)
     assert_holds(live, expected_of(folder))
 
 
@@ -84,7 +84,7 @@ def test_folder_of_the_trainer_is_read() -> None:
     assert opened.source.step == 3
     config = opened.source.documents["config"]
     # The weights have other names on file than the optimizer's parameters have.
-    assert_holds(respell(opened, "mixtral:hf:live", config), expected["state"])
+    assert_holds(apply_naming_rules(opened, "mixtral:hf:live", config), expected["state"])
     assert [item.name for item in opened.left_out] == ["training_args"]
     saved = torch.load(folder / "rng_state.pth", weights_only=False)
     source = open_foreign(str(folder))
@@ -155,7 +155,7 @@ def test_checkpoint_of_torchtitan_is_read_and_respelled() -> None:
     assert values["train_state/ntokens_seen"] == 99
     assert values["lr_scheduler/last_epoch"] == 3
     # q, k and v are one in the optimizer's state, and three in Hugging Face's names.
-    hub = respell(opened, "llama:torchtitan:hf", expected["config"])
+    hub = apply_naming_rules(opened, "llama:torchtitan:hf", expected["config"])
     steps = {key: torch.tensor(3.0) for key in hub.source.tensors if key.endswith("/step")}
     assert_holds(hub, {**expected["hub"], **steps})
     assert hub.left_out == ()

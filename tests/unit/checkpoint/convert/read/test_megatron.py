@@ -32,7 +32,7 @@ from keepstep.checkpoint.convert.read.pieces import whole
 from keepstep.checkpoint.convert.write.conversion import Target, convert
 from keepstep.checkpoint.convert.write.megatron_target import megatron_left_out
 from keepstep.checkpoint.convert.write.opened import Opened
-from keepstep.checkpoint.convert.write.rules_given import respell
+from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.verification import verify_foreign
 from keepstep.checkpoint.errors import (
@@ -311,7 +311,7 @@ def test_preset_reads_megatron_and_leads_back_to_it(unpacked: Unpacked) -> None:
     source = unpacked.source("core_bf16_full")
     expected = expected_of(unpacked["core_bf16_full"])
     config = dict(source.documents["megatron"]["model"])
-    opened = respell(Opened(source, ""), "llama:megatron:hf", config)
+    opened = apply_naming_rules(Opened(source, ""), "llama:megatron:hf", config)
     qkv = expected["model/decoder.layers.1.self_attention.linear_qkv.weight"]
     groups = qkv.view(2, 16, 8)
     q = groups[:, :8].reshape(16, 8)
@@ -322,7 +322,7 @@ def test_preset_reads_megatron_and_leads_back_to_it(unpacked: Unpacked) -> None:
     assert_same_in(opened, "optim/model.layers.0.mlp.up_proj.weight/exp_avg", up)
     embedding = expected["model/embedding.word_embeddings.weight"][:27]
     assert_same_in(opened, "model/model.embed_tokens.weight", embedding)
-    back = respell(opened, "llama:hf:megatron", config)
+    back = apply_naming_rules(opened, "llama:hf:megatron", config)
     assert_same_in(back, "model/decoder.layers.1.self_attention.linear_qkv.weight", qkv)
     norm = expected["model/decoder.layers.1.pre_mlp_layernorm.weight"]
     assert_same_in(back, "model/decoder.layers.1.mlp.linear_fc1.layer_norm_weight", norm)
@@ -345,7 +345,7 @@ def test_preset_reads_experts(unpacked: Unpacked) -> None:
     source = unpacked.source("core_moe_ep2")
     expected = expected_of(unpacked["core_moe_ep2"])
     config = dict(source.documents["megatron"]["model"])
-    opened = respell(Opened(source, ""), "mixtral:megatron:hf", config)
+    opened = apply_naming_rules(Opened(source, ""), "mixtral:megatron:hf", config)
     gate = expected["model/decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"][:12]
     assert_same_in(opened, "model/model.layers.1.block_sparse_moe.experts.3.w1.weight", gate)
 

@@ -12,9 +12,9 @@ from keepstep.checkpoint.convert.read.arrays import Array, MemoryArray
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece, assembled
 from keepstep.checkpoint.convert.read.rank_tensors import (
     ComparedArray,
-    Joining,
     MeanArray,
     RankPart,
+    ShardMerge,
     array_of_box,
     blocks,
     joined,
@@ -52,7 +52,7 @@ def test_pieces_of_ranks_become_pieces_of_the_whole() -> None:
     values = numbers(4, 6)
     ranks = {n: in_rows(values[:, 3 * n : 3 * n + 3], f"rank {n}") for n in (0, 1)}
     parts = tuple(RankPart(n, Box((0, 0), (4, 3)), Box((0, 3 * n), (4, 3))) for n in (0, 1))
-    whole = joined("w", Joining((4, 6), parts), ranks)
+    whole = joined("w", ShardMerge((4, 6), parts), ranks)
     assert len(whole.pieces) == 8
     array = array_of_box("w", whole, Box((1, 1), (3, 4)))
     assert np.array_equal(read(array, Box((1, 1), (2, 2))), values[2:4, 2:4])
@@ -119,4 +119,4 @@ def test_ranks_that_do_not_cover_the_tensor_are_refused() -> None:
     tensor = in_rows(numbers(2, 2), "rank 0")
     part = RankPart(0, Box((0, 0), (2, 2)), Box((0, 0), (2, 2)))
     with pytest.raises(CheckpointDamaged, match="only 4 of them"):
-        joined("w", Joining((2, 3), (part,)), {0: tensor})
+        joined("w", ShardMerge((2, 3), (part,)), {0: tensor})

@@ -28,6 +28,6 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def shown(value: object) -> str:
+def safe_repr(value: object) -> str:
     """Return a value in words that are short, in a time that does not depend on the value."""
     return _SHORT.repr(value)

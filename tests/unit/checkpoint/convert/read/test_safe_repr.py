@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep.checkpoint.convert.read.shown_values import shown
+from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.errors import CheckpointError
 from tests.opened_checkpoints import open_foreign
 
@@ -46,13 +46,13 @@ class Shaped:
     ids=range(8),
 )
 def test_what_is_short_is_shown_as_it_is(value: object, expected: str) -> None:
-    assert shown(value) == expected
+    assert safe_repr(value) == expected
 
 
 def test_what_is_nested_or_long_is_cut() -> None:
-    assert len(shown(bomb())) < 200
-    assert len(shown("a" * 10**6)) < 200
-    assert len(shown({str(number): bomb() for number in range(1000)})) < 1000
+    assert len(safe_repr(bomb())) < 200
+    assert len(safe_repr("a" * 10**6)) < 200
+    assert len(safe_repr({str(number): bomb() for number in range(1000)})) < 1000
 
 
 def test_a_shape_of_tuples_in_tuples_is_refused_at_once(tmp_path: Path) -> None:

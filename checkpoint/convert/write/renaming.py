@@ -47,8 +47,8 @@ _OF_FORMER_SHAPES = frozenset({PARTS, PADDING, AVERAGES, SCALES})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Respelled:
-    """A source whose tensors have other names and layouts. Made by `respelled`.
+class RenamedSource:
+    """A source whose tensors have other names and layouts. Made by `renamed_source`.
 
     Attributes:
         whole: the source.
@@ -104,7 +104,7 @@ class Respelled:
         # Each rank opens it by itself: nothing tells that all have found the same names.
         return True
 
-    def named_for(self, parameters: Collection[str]) -> Respelled:
+    def named_for(self, parameters: Collection[str]) -> RenamedSource:
         """Return the checkpoint with its tensors named as those of a model with these parameters.
 
         What rules lead to may have names of wrappers, such as `DistributedDataParallel`, as well.
@@ -209,7 +209,7 @@ def _batches(views: Sequence[View], most: int) -> Iterator[list[View]]:
         yield batch
 
 
-def respelled(source: Source, planner: Planner) -> Respelled:
+def renamed_source(source: Source, planner: Planner) -> RenamedSource:
     """Return a checkpoint in another spelling.
 
     Raises:
@@ -230,7 +230,7 @@ def respelled(source: Source, planner: Planner) -> Respelled:
         left_out=tuple(left for left in full.left_out if left.source not in firsts),
         equal=tuple(keys for keys in equal if len(keys) > 1),
     )
-    return Respelled(
+    return RenamedSource(
         whole=source, plan=plan, documents=renamed_documents(source.documents, plan, ties)
     )
 

@@ -14,7 +14,7 @@ import torch
 from keepstep.checkpoint.convert.rules.plan import Plan
 from keepstep.checkpoint.convert.rules.planning import apply
 from keepstep.checkpoint.convert.rules.rule_file import parse_rules
-from keepstep.checkpoint.convert.write.respelling import Respelled, respelled
+from keepstep.checkpoint.convert.write.renaming import RenamedSource, renamed_source
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.source import BoxRequest, Source
@@ -31,14 +31,14 @@ match = "{rest...}"
 """
 
 
-def stacked(path: Path, content: object) -> Respelled:
+def stacked(path: Path, content: object) -> RenamedSource:
     """Save with PyTorch, and return what has the layers of it stacked."""
     torch.save(content, path)
     rules = parse_rules(STACKED, "rules.toml")["rule"].inverted
-    return respelled(open_any(str(path)).source, lambda tensors: apply(rules, tensors, {}))
+    return renamed_source(open_any(str(path)).source, lambda tensors: apply(rules, tensors, {}))
 
 
-def values(source: Respelled, key: str) -> np.ndarray:
+def values(source: RenamedSource, key: str) -> np.ndarray:
     spec = source.tensors[key]
     into = np.empty(spec.shape, spec.dtype)
     source.read([BoxRequest(key, Box.whole(spec.shape), into.reshape(-1).view(np.uint8).data)])
@@ -90,7 +90,7 @@ def test_a_tied_name_is_written_where_rules_drop_the_name_that_stores_it(tmp_pat
     (first,) = source.documents["model/tied"].values()
     text = f'[[rule]]\nmatch = "{first}"\ndrop = "unused"\n[[rule]]\nmatch = "{alias}"\n'
     rules = parse_rules(text, "rules.toml")["rule"]
-    whole = respelled(source, lambda tensors: apply(rules, tensors, {}))
+    whole = renamed_source(source, lambda tensors: apply(rules, tensors, {}))
     assert list(whole.tensors) == [f"model/{alias}"]
     assert np.array_equal(values(whole, f"model/{alias}"), shared)
     assert whole.documents["model/tied"] == {}
@@ -105,7 +105,7 @@ def test_options_and_numbers_of_dropped_parameters_are_named(tmp_path: Path) -> 
         "optim/scalars": {"a/step": 3, "b/step": 3},
     }
     rules = parse_rules('[[rule]]\nmatch = "a"\n[[rule]]\nmatch = "b"\ndrop = "no"', "r")["rule"]
-    whole = respelled(
+    whole = renamed_source(
         replace(source, documents=documents), lambda tensors: apply(rules, tensors, {})
     )
     assert [left.name for left in whole.left_out()] == [
@@ -120,7 +120,7 @@ def test_no_read_takes_more_of_the_source_than_was_asked_for(tmp_path: Path) -> 
     source = open_foreign(str(tmp_path / "a.pt"))
     text = '[[rule]]\nmatch = "w"\nreorder = { dim = 0, shape = [2, 1024], order = [1, 0] }\n'
     rules = parse_rules(text, "rules.toml")["rule"]
-    whole = respelled(source, lambda tensors: apply(rules, tensors, {}))
+    whole = renamed_source(source, lambda tensors: apply(rules, tensors, {}))
     read: list[int] = []
 
     class Counted:
@@ -146,9 +146,9 @@ def test_tensors_that_become_one_are_compared_to_the_last_byte(tmp_path: Path) -
     torch.save({"a": weights, "b": weights.clone()}, tmp_path / "a.pt")
     source = open_foreign(str(tmp_path / "a.pt"))
     plan = Plan(tensors={}, equal=(("model/a", "model/b"),))
-    Respelled(whole=source, plan=plan, documents={}).check_equal()
+    RenamedSource(whole=source, plan=plan, documents={}).check_equal()
     weights[-1] = 2
     torch.save({"a": weights, "b": torch.ones(2**21)}, tmp_path / "a.pt")
     source = open_foreign(str(tmp_path / "a.pt"))
     with pytest.raises(CheckpointDamaged, match="model/b and model/a differ"):
-        Respelled(whole=source, plan=plan, documents={}).check_equal()
+        RenamedSource(whole=source, plan=plan, documents={}).check_equal()
