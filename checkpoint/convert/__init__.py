@@ -1,1 +1,1 @@
-"""Conversion: readers of other tools' checkpoints, writers, and rules between namings."""
+"""Converts checkpoints: reads other tools' formats, writes them, and maps names by rules."""

@@ -1,1 +1,1 @@
-"""Readers of the checkpoints of other tools, each as a `Source` of boxes of named tensors."""
+"""Reads checkpoints of other tools, each as a `Source` of boxes of named tensors."""

@@ -1,4 +1,4 @@
-"""Arrays of foreign checkpoints, and views of them that read nothing.
+"""Describes arrays in other tools' files, and views of them that read nothing.
 
 A `FileArray` is elements of a file at regular distances: a stored tensor, its transpose, a layer of
 a stack, a range of a flat buffer. So what other tools do to tensors before they store them becomes

@@ -1,4 +1,4 @@
-"""Elements in another data type than they are stored in, converted when they are read."""
+"""Converts elements to another data type than they are stored in, when they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of PyTorch's DCP: the state that was saved, with the conventions of those who save.
+"""Reads folders of PyTorch's DCP by the conventions of the tools that save them.
 
 DCP flattens the state to names with dots, and notes the path of each, so the state is put together
 again by paths: a parameter's name may have dots as well. Three layouts are known: the module's and

@@ -1,4 +1,4 @@
-"""The `.metadata` file of PyTorch's DCP: which tensors and values there are, and where each lies.
+"""Reads the `.metadata` file of PyTorch's DCP: the tensors and values, and where each lies.
 
 It is a pickle of dataclasses, which are read as what they contain. The bytes of every chunk of a
 tensor, and of every other value, are a complete file of `torch.save` in a range of one of the

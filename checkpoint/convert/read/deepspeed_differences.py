@@ -1,8 +1,7 @@
 """Checks that all ranks' files agree on replicated values.
 
-Ranks have the same number of steps. What a script adds to a checkpoint it may add differently on
-each rank, such as states of random generators; the first rank's is carried then, and the others'
-are left out by name.
+Ranks have the same number of steps. A script may add different values on each rank, such as states
+of random generators; the first rank's are carried then, and the others' are left out by name.
 """
 
 from __future__ import annotations

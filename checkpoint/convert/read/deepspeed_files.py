@@ -1,4 +1,4 @@
-"""Files of a checkpoint of DeepSpeed: which there are, and what the module's file has.
+"""Finds the files of a checkpoint of DeepSpeed, and reads the modules' files.
 
 Each rank of model parallelism has a file with the module's state, as its first rank of data
 parallelism had it, and what the script added; in stage 3 each rank has one. Model ranks count

@@ -1,4 +1,4 @@
-"""The modules of DeepSpeed's pipelines: a file for each layer and rank of tensor parallelism.
+"""Reads modules of DeepSpeed's pipelines: a file for each layer and rank of tensor parallelism.
 
 A file has the layer's `state_dict`, without the name that the layer has in the module. A layer's
 parameters are named by its number, those of tied layers by their key: `3.weight` and

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: the ranks of model parallelism, each read by itself, joined to one.
+"""Reads checkpoints of DeepSpeed: each rank of model parallelism by itself, merged into one.
 
 Tensors of the ranks of tensor parallelism are joined as the files say
 (`keepstep.checkpoint.convert.read.deepspeed_cuts`), or rules of the user. Stages of a pipeline have
@@ -214,10 +214,10 @@ def join_model_ranks(
                     url, f"stages of its pipeline have {key} as {own.spec} and as {tensor.spec}"
                 )
     degrees = [f"{n} {what}" for n, what in ((ranks, "tensor-parallel ranks"), (stages, "stages"))]
-    told = [text for n, text in zip((ranks, stages), degrees, strict=True) if n > 1]
+    degree_texts = [text for n, text in zip((ranks, stages), degrees, strict=True) if n > 1]
     return ForeignCheckpoint(
         url=url,
-        format_name=", ".join([first.format_name, *told]),
+        format_name=", ".join([first.format_name, *degree_texts]),
         step=first.step,
         foreign_tensors=tensors,
         documents=_documents_of_stages([stage.documents for stage in joined_stages]),

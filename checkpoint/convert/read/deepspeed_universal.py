@@ -1,4 +1,4 @@
-"""Universal checkpoints of DeepSpeed, as its tool `ds_to_universal` makes: a folder per parameter.
+"""Reads universal checkpoints of DeepSpeed (`ds_to_universal`): a folder per parameter.
 
 `zero/<name>/fp32.pt` has a parameter as the optimizer has it, the files beside it the moments: a
 mapping with the tensor as `param`, or of stage 3 the flattened tensor alone. What ranks of tensor

@@ -1,4 +1,4 @@
-"""Files of another tool's checkpoint, read by ranges from any storage.
+"""Reads files of another tool's checkpoint by ranges, from any storage.
 
 Whoever wrote them is not trusted. A file is opened only by a name that the storage listed, so no
 name inside a file leads out of the checkpoint, and every range is checked against the file's size.

@@ -1,4 +1,4 @@
-"""The checkpoint of another tool as a `Source`: tensors by boxes, documents, and what is missing.
+"""Presents another tool's checkpoint as a `Source`, and lists what it does not carry.
 
 Readers of formats say which pieces of which files a tensor consists of (`contents.Contents`); here
 boxes are read, by the planner that serves live shards and stored checkpoints too.

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: weights in safetensors or torch files, whole or in shards, and a config.
+"""Reads folders of Hugging Face: weights in safetensors or torch files, and a configuration.
 
 The names are those on file, which may differ from those of the live model (transformers converts
 some when it loads). Tied weights are on file once, or the second name is not there at all: the

@@ -1,4 +1,4 @@
-"""Buffers of Megatron's distributed optimizer (`dp_reshardable`), as state of parameters.
+"""Reads buffers of Megatron's distributed optimizer (`dp_reshardable`) as parameters' state.
 
 Each rank of model parallelism has the parameters of its pipeline stage, the last first, flattened
 one after the other in buckets. The files do not say where a parameter begins. So the places follow
@@ -69,7 +69,7 @@ _ORDER_OF_LINEAR = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class BufferName:
-    """Which rank's buffers something is of, and of which optimizer, if several are chained.
+    """Names a rank's buffers: the rank, and the optimizer if several are chained.
 
     Attributes:
         optimizer: number of the optimizer.
@@ -83,7 +83,7 @@ class BufferName:
 
 
 class _Unexplained(Exception):
-    """The places of the parameters cannot be told; the message says why."""
+    """The places of the parameters are unknown; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

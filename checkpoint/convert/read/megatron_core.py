@@ -1,4 +1,4 @@
-"""Folders of Megatron-Core's torch_dist: those of DCP, with Megatron's names and layouts.
+"""Reads folders of Megatron-Core's torch_dist: those of DCP, with Megatron's names and layouts.
 
 Tensors are global: where ranks held slices, `.metadata` says which. `common.pt` has what all ranks
 had in common: arguments, the optimizer's options, the learning rate's schedule. Other objects are
@@ -46,7 +46,7 @@ COMMON, BACKENDS = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
 
 LAYERS_APART = "layers_apart"
-"""The setting that says that the files had tensors of each layer, though layers may be alike."""
+"""The setting by which files have tensors of each layer, though layers may be equal."""
 
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")

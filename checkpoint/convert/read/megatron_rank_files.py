@@ -1,4 +1,4 @@
-"""Files of Megatron-LM's ranks: which there are, and what one has of the model and the optimizer.
+"""Finds the files of Megatron-LM's ranks, and reads model and optimizer of each.
 
 A file `mp_rank_TT[_PPP]/model_optim_rng.pt` has what one rank of tensor and pipeline parallelism
 has. Layers are numbered within the rank's chunk of the model, and the optimizer numbers parameters
@@ -35,7 +35,7 @@ _LEAST_VERSION = 2
 
 
 class Unnamed(Exception):
-    """The parameters of an optimizer cannot be told; the message says why."""
+    """The parameters of an optimizer are unknown; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

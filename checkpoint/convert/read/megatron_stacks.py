@@ -1,4 +1,4 @@
-"""Tensors of Megatron-Core's torch_dist files, cut into those of the module, under its names.
+"""Cuts tensors of Megatron-Core's torch_dist files into those of the module, under its names.
 
 Pure. A file has one tensor of all layers, and of all layers' experts one: `decoder.layers.mlp.
 experts.experts.linear_fc1.weight`, of shape [layers, experts, rows, columns]. Layers that differ

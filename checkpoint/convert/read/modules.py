@@ -1,4 +1,4 @@
-"""The parameters of modules that were pickled as objects, read without making the objects.
+"""Reads the parameters of modules that were pickled as objects, without making the objects.
 
 `torch.save(model)` pickles the module's class by name and its attributes. The class is not needed
 to know the tensors: every `torch.nn.Module` keeps them in the same attributes.

@@ -1,4 +1,4 @@
-"""The `state_dict` of an optimizer of torch: state and groups, by numbers or by names.
+"""Reads the `state_dict` of an optimizer of torch: state and groups, by numbers or by names.
 
 Numbers count through the groups in the order in which the optimizer was given its parameters, which
 is not the order of the module. A wrong guess would give parameters each other's moments, so numbers

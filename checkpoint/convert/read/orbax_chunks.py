@@ -1,4 +1,4 @@
-"""Chunks of Zarr arrays that are decoded when a box of them is read.
+"""Decodes chunks of Zarr arrays when a box of them is read.
 
 A compressed chunk is decoded whole, whatever part of it is wanted: as large as Orbax made it, which
 is what one process had of the array. Of chunks beyond 64 MiB one is decoded at a time.

@@ -1,4 +1,4 @@
-"""Folders of Orbax: of a CheckpointManager's step with its items, or of one tree.
+"""Reads folders of Orbax: of a CheckpointManager's step with its items, or of one tree.
 
 Trees are put where the structure says what they are: the parameters are below `params` (or the
 whole of a tree that has nothing else), and an Adam's state is a `mu`, a `nu` and a `count` of which

@@ -1,4 +1,4 @@
-"""The keys of an OCDBT store, with where their values are in the store's files.
+"""Finds the keys of an OCDBT store, and where their values are in the store's files.
 
 The whole tree is read when the store is opened: it has a few numbers for each chunk of each array.
 TensorStore itself is not used: it takes for granted that whoever wrote the files is trusted, and

@@ -1,4 +1,4 @@
-"""The leaves of a tree that Orbax saved: the `_METADATA` of an item, and its arrays.
+"""Reads the leaves of a tree that Orbax saved: the `_METADATA` of an item, and its arrays.
 
 The metadata has each leaf's path as a list of keys. Orbax names the leaf's array by the keys with
 dots between them, which says nothing where keys have dots; so paths come from the list alone.
@@ -150,7 +150,7 @@ class OrbaxTree:
 
     @cached_property
     def _key_counts(self) -> Counter[str]:
-        """How many keys there are of each array: those of its chunks, and one of its metadata."""
+        """Count the keys of each array: those of its chunks, and one of its metadata."""
         names = {leaf.array_name for leaf in self.leaves}
         counts: Counter[str] = Counter()
         for key in self._arrays.names():

@@ -1,4 +1,4 @@
-"""Metadata of the Zarr arrays that Orbax writes: shape, grid of chunks, and how chunks are encoded.
+"""Parses the metadata of Zarr arrays that Orbax writes: shape, grid of chunks, and codecs.
 
 Pure. Zarr v2 with zstd or without compression, and Zarr v3 with one shard per chunk. What Zarr has
 beyond that (filters, other codecs) is refused by name.
@@ -23,7 +23,7 @@ _NUMPY_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "comple
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How a chunk is cut into inner chunks, with an index of their places.
+    """Describes the inner chunks of a chunk, which has an index of their places.
 
     Attributes:
         shape: of an inner chunk.
@@ -42,7 +42,7 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the elements of a chunk are stored.
+    """Describes how the elements of a chunk are stored.
 
     Attributes:
         compression: None, `zstd` or `gzip`.

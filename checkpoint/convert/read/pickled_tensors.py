@@ -1,4 +1,4 @@
-"""Tensors of torch in pickles: their rebuilding functions, as views of the storages they name.
+"""Rebuilds tensors of torch in pickles as views of the storages that they name.
 
 Pure. A tensor that is not plain strided elements of a data type that keepstep stores (sparse,
 quantized, conjugated lazily) stays a `Record`; a sharded one is a `Record` too, named by its class,

@@ -1,8 +1,8 @@
-"""Values that stand for what a pickle names: globals, calls, and NumPy's arrays as data.
+"""Stands in for what a pickle names: inert globals, calls, and NumPy's arrays as data.
 
-Pure. Nothing here is imported or called because a pickle says so. What a known name would build, if
-it is plain data (`OrderedDict`, `torch.Size`, NumPy's arrays), is built by the functions below; for
-everything else there is a `Record` of the name and the arguments.
+Nothing here is imported or called because a pickle says so. The functions below build the plain
+data that known names would (`OrderedDict`, `torch.Size`, NumPy's arrays); a call of any other name
+is a `Record` of the name and the arguments.
 """
 
 from __future__ import annotations

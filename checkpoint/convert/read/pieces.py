@@ -1,4 +1,4 @@
-"""Tensors put together from pieces: boxes of the global tensor, each with the array that has it.
+"""Assembles tensors from pieces: boxes of the global tensor, each with the array that has it.
 
 Pure. Invariant: the pieces of a `ForeignTensor` are disjoint and cover it.
 """

@@ -1,4 +1,4 @@
-"""Plan of the reads that copy arrays of files to memory: which bytes, together with which others.
+"""Plans the reads that copy arrays of files to memory: which bytes are read together.
 
 Pure. Bytes that lie close together in a file are read by one request, whatever tensors they belong
 to; no read takes more than a few MiB.

@@ -1,4 +1,4 @@
-"""How ranks of tensor parallelism have a parameter, and which blocks these are.
+"""Says how ranks of tensor parallelism shard a parameter, and which blocks these are.
 
 Pure. A cut is said by what a checkpoint's files have (`checkpoint.convert.read.deepspeed_cuts`)
 or by rules of the user, which `joinings_by_rules` reads.
@@ -28,7 +28,7 @@ class RankRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """How the ranks have a parameter.
+    """Describes how the ranks shard a parameter.
 
     Attributes:
         sharding: as copies, as copies that have drifted apart, or as slices of a dimension.

@@ -1,4 +1,4 @@
-"""Tensors of which ranks have parts or copies in files of their own, as one tensor.
+"""Presents tensors that ranks have in parts or copies, in their own files, as one tensor.
 
 Pure. Which part of a rank's tensor lies where in the whole one is said by others
 (`checkpoint.convert.read.rank_cuts`); here the pieces of the ranks' tensors become pieces of
@@ -38,7 +38,7 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class ShardMerge:
-    """How a tensor consists of those of ranks.
+    """Describes how ranks' tensors make up a tensor.
 
     Attributes:
         shape: of the whole tensor.

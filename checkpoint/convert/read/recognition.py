@@ -1,4 +1,4 @@
-"""Tells the format of a checkpoint from the names of its files and a few of their bytes.
+"""Recognizes the format of a checkpoint by the names of its files and a few of their bytes.
 
 Pure. A directory of several checkpoints, as training writes, stands for the one that it notes as
 the latest, else for that of the greatest number.
@@ -20,7 +20,7 @@ Head = Callable[[str, int], tuple[bytes, int]]
 """Returns up to so many bytes of a file's beginning, and the file's size."""
 
 
-# Where the bytes lie by which files of torch are told apart: the pickle comes first in the zip.
+# The bytes that distinguish files of torch lie here: the pickle comes first in the zip.
 _HEAD_NBYTES = 2**16
 _METADATA_NBYTES = 2**26
 _POINTER_NBYTES = 4096

@@ -1,4 +1,4 @@
-"""Files of safetensors: a header of JSON, then the tensors' bytes.
+"""Reads files of safetensors: a header of JSON, then the tensors' bytes.
 
 Read by ourselves, for the library reads no ranges of object stores; its format is described at
 https://github.com/huggingface/safetensors. What the library refuses is refused here too.

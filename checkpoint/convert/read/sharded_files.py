@@ -1,4 +1,4 @@
-"""Files that each rank of a job wrote for itself by `torch.save`, with shards of tensors.
+"""Reads files that each rank of a job wrote by `torch.save`, with shards of tensors.
 
 State dictionaries of FSDP have a `ShardedTensor` or a `DTensor` for each tensor. Both are read as
 what they contain: the local shard, and where it is in the global tensor. Everything else is taken

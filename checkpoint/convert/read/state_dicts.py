@@ -1,4 +1,4 @@
-"""Files that `torch.save` made of state dictionaries, by the conventions of training scripts.
+"""Reads files of state dictionaries (`torch.save`) by the conventions of training scripts.
 
 A file has a module's `state_dict` alone, or a mapping with that, an optimizer's, the number of
 steps, and whatever else the script needs.

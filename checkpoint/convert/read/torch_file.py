@@ -1,4 +1,4 @@
-"""Files of `torch.save`: the zip that it writes, and what it wrote before torch 1.6.
+"""Reads files of `torch.save`: the zip that it writes, and its format before torch 1.6.
 
 The result is the tree that was saved, of plain containers with `FileArray`s where tensors were;
 only the pickle is read. An entry of a DCP file is such a zip, so a range of a file is opened.

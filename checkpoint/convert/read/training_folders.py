@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's Trainer and Accelerate, of PEFT, and of Lightning.
+"""Reads checkpoints of Hugging Face's Trainer and Accelerate, of PEFT, and of Lightning.
 
 The first three are folders with the weights as in any folder of Hugging Face, beside files of
 `torch.save` whatever their endings are. Lightning writes one such file.

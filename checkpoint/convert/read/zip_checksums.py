@@ -1,6 +1,6 @@
 """Checks the bytes of zips, which files of `torch.save` are, against the checksums in them.
 
-A checksum of 0 was not computed: PyTorch writes that if it is told to save time
+A checksum of 0 was not computed: PyTorch writes that if it is set to save time
 (`torch.serialization.set_crc32_options`), and where it leaves the place of a tensor empty.
 """
 
@@ -23,7 +23,7 @@ _READ_NBYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class CheckedBytes:
-    """How many bytes were read, and how many of them have checksums, which they match."""
+    """Counts the bytes that were read, and those of them that match a checksum."""
 
     read: int = 0
     checked: int = 0

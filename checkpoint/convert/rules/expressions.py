@@ -1,4 +1,4 @@
-"""Sizes as expressions of a model's configuration, such as `heads * head_dim`. Pure.
+"""Evaluates sizes as expressions of a model's configuration (`heads * head_dim`). Pure.
 
 A variable has one expression or several: the first whose names are all known counts, so a variable
 reads the configuration of Hugging Face or of Megatron, whichever there is. Numbers are whole, and a

@@ -1,4 +1,4 @@
-"""Where the elements of the tensors of one instance of a rule go. Pure.
+"""Computes where the elements of the tensors of one instance of a rule go. Pure.
 
 An instance is what one binding of a rule's placeholders takes: the parts, and the layers or experts
 that one target stacks. Every tensor of it consists of units, one part of one layer; a unit's views

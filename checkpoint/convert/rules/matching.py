@@ -1,4 +1,4 @@
-"""Which rule takes which tensor. Pure.
+"""Finds which rule takes which tensor. Pure.
 
 Every name is for exactly one rule. A rule for `{name...}` alone takes the names that no other rule
 takes.
@@ -29,7 +29,7 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """Which rule takes which name.
+    """Lists which rule takes which name.
 
     Attributes:
         taken: by rule, in the order of the rules, the names that it alone takes.

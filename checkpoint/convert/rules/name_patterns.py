@@ -1,4 +1,4 @@
-"""Patterns of tensor names, which match names and make them. Pure.
+"""Matches tensor names by patterns, and makes names from them. Pure.
 
 `model.layers.{layer:int}.mlp.{kind:gate|up}_proj.weight` matches the names of all layers. A
 placeholder is one of

@@ -1,4 +1,4 @@
-"""Plans: every tensor of a target checkpoint as views of the tensors of a source. Pure values.
+"""Describes every tensor of a target checkpoint as views of a source's tensors. Pure values.
 
 Plans compose: from one spelling to another by way of a third is one plan, without data in between.
 """
@@ -39,7 +39,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to make the tensors of one checkpoint from those of another.
+    """Describes how the tensors of one checkpoint are made from those of another.
 
     Args:
         tensors: the tensors to write, by key.

@@ -1,4 +1,4 @@
-"""Applies rules to the tensors of a checkpoint: the plan of another spelling of it. Pure.
+"""Applies rules to the tensors of a checkpoint, which gives the plan of its renaming. Pure.
 
 Keys are those of keepstep's checkpoints: `model/<name>` for parameters and buffers,
 `optim/<name>/<slot>` for optimizer state. State follows its parameter: a slot of the parameter's

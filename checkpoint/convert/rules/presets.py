@@ -1,4 +1,4 @@
-"""The rules that come with keepstep: for each family of models, how its spellings relate.
+"""Loads the rules that come with keepstep: for each family of models, its spellings.
 
 A spelling is what one framework calls and how it lays out a model's tensors. Of every family, the
 hub is what Hugging Face's files hold; the rules of each spelling lead to it, and turned around from

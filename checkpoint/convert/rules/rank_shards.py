@@ -1,4 +1,4 @@
-"""Tensors that ranks hold in files of their own, joined to global tensors as the rules say. Pure.
+"""Merges tensors that ranks hold in their own files to global ones, as the rules say. Pure.
 
 Megatron-LM's `mp_rank_XX` files hold what one rank of tensor parallelism has. The rules of its
 names come with keepstep: the package's file of them is read, nothing else. A rule says of a rank's

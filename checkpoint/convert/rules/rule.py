@@ -1,4 +1,4 @@
-"""A rule: which tensors of one spelling of a model are which tensors of another. Pure values.
+"""Describes a rule: which tensors of one spelling are which tensors of another. Pure values.
 
 A rule relates two sides, each a family of names with what these tensors are: one tensor for each
 part or one fused of all, one for each layer or expert or one stacked of all. Between them stands
@@ -32,7 +32,7 @@ PART = "part"
 
 
 class Sharding(enum.Enum):
-    """How the ranks of tensor parallelism hold a tensor, where each rank has files of its own."""
+    """Names how ranks of tensor parallelism hold a tensor, each in files of its own."""
 
     REPLICATED = "replicated"
     """All ranks hold the same."""

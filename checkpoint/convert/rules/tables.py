@@ -1,4 +1,4 @@
-"""Tables of a TOML text, and the lines that they and their keys stand in. Pure.
+"""Finds the tables of a TOML text, and the lines of these and of their keys. Pure.
 
 tomllib says no lines of what it parsed; they are found again by scanning the text for headers and
 keys.

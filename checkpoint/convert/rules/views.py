@@ -1,4 +1,4 @@
-"""Views: which elements of a source tensor become which elements of a target tensor.
+"""Maps elements of a source tensor to elements of a target tensor.
 
 Pure. A view is a grid of elements that is regular in both tensors: an offset in each, and axes that
 step through both at once. Boxes, transposed boxes, one layer of a stacked tensor, interleaved query

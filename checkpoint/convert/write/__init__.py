@@ -1,1 +1,1 @@
-"""Conversion: writes the checkpoint of any format that is read as one of another."""
+"""Writes a checkpoint of any format that is read in any other that is written."""

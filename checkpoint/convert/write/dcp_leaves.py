@@ -1,4 +1,4 @@
-"""The leaves of a state that is written to a folder of DCP, and the files that hold them.
+"""Lists the leaves of a state that is written to a folder of DCP, and the files for them.
 
 DCP flattens a state to names with dots and notes the path of each. Tensors are cut into chunks,
 since loaders read an entry whole, and chunks are spread over files, which ranks read side by side.

@@ -1,4 +1,4 @@
-"""A checkpoint as DeepSpeed's ZeRO has it: flat groups of parameters with their masters and slots.
+"""Lays out a checkpoint as DeepSpeed's ZeRO has it: flat groups with masters and slots.
 
 ZeRO's optimizer has one tensor for each group of parameters, so all parameters of a group have the
 same slots, and one step.
@@ -99,7 +99,7 @@ class DeepSpeedState:
 
     @property
     def buffers(self) -> list[str]:
-        """Names of buffers, as far as they can be told from parameters that are not trained."""
+        """Names of buffers, as far as they are distinguishable from untrained parameters."""
         noted = self.given_buffers
         if noted is None:
             noted = (self.parts.documents.get(DEEPSPEED) or {}).get("buffer_names")

@@ -1,8 +1,6 @@
-"""Fits a checkpoint with quantized weights to a module: dequantizes what the module has plain.
+"""Dequantizes weights of a checkpoint that the module to fill has plain.
 
-What the module has as it is stored stays so. Where neither is possible, the load is refused,
-whatever else it allows: elements without their scales are other numbers, and weights that are
-skipped as if they were not in the checkpoint keep random values.
+`checkpoint.format.layout.quantized_fit` says which weights these are.
 """
 
 from __future__ import annotations

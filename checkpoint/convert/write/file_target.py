@@ -1,4 +1,4 @@
-"""Files that a conversion writes, on disks and in object stores: visible only when complete."""
+"""Writes files of a conversion, on disks and in object stores: visible only when complete."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def new_file(
         try:
             file.close()
         except OSError:
-            # What cannot be given up hides no error that says more.
+            # A failed clean-up hides no error that says more.
             with suppress(OSError):
                 file.discard()
             if system.exists(remote):

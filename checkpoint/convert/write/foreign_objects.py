@@ -1,4 +1,4 @@
-"""Objects of classes that are not installed here, pickled by the names of their classes.
+"""Pickles objects of classes that are not installed here, by the names of their classes.
 
 DeepSpeed's loader uses attributes of a few objects of its own. Nothing of DeepSpeed is needed to
 write them: a pickle has the class's name and the attributes.

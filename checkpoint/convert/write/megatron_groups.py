@@ -1,4 +1,4 @@
-"""Groups of an optimizer as Megatron has them, which do not name their parameters. Pure."""
+"""Makes an optimizer's groups as Megatron has them: without parameters' names. Pure."""
 
 from __future__ import annotations
 

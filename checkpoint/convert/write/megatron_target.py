@@ -2,7 +2,7 @@
 
 The names are those of Megatron's modules, whichever way norms are called there; rules lead to them
 (`--rules llama:hf:megatron`). Layers and experts are stacked, a chunk for each, as Megatron does
-where layers are alike and the source did not have them apart; else each layer has tensors of its
+where layers are equal and the source did not have them apart; else each layer has tensors of its
 own. The optimizer's state is in the
 distributed optimizer's form by parameters (`fully_reshardable`). Other optimizers look for masters
 under another name, so these have both, of the same bytes.

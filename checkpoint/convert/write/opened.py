@@ -1,6 +1,6 @@
 """Opens what a conversion reads: a checkpoint in the universal format, or in another tool's.
 
-The universal format is told by its manifests; another tool's by `keepstep.checkpoint.convert.read`.
+The universal format is recognized by its manifests, another tool's by `checkpoint.convert.read`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint in another spelling of its model, as rules say: a `Source` over a `Source`.
+"""Presents a checkpoint with other names and layouts, as rules say: a `Source` over a `Source`.
 
 Nothing is read before a box is asked for; then the boxes that its views need are.
 """

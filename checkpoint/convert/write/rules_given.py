@@ -1,4 +1,4 @@
-"""The rules that a user names: a file of their own, or a preset with two spellings."""
+"""Reads the rules that a user names: a file, or a preset with two spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of a checkpoint, with another data type: what a conversion writes.
+"""Selects what a conversion writes: a part of a checkpoint, with another data type.
 
 Pure but for the reads of the checkpoint itself.
 """

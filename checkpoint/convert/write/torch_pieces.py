@@ -1,4 +1,4 @@
-"""The pieces of files of `torch.save`: PyTorch writes them around tensors that have no data.
+"""Makes the pieces of files of `torch.save`: PyTorch's bytes around tensors without data.
 
 `torch.serialization.skip_data` leaves the places of tensors empty. A file that only notes what is
 written, and where nothing is, so has the bytes between the tensors, however large these are. The

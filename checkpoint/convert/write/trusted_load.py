@@ -1,4 +1,4 @@
-"""The process that loads a trusted file with PyTorch: `trusted_load FILE DIRECTORY`.
+"""Loads a trusted file with PyTorch in a process: `trusted_load FILE DIRECTORY`.
 
 This is the one place where keepstep has code run that a checkpoint names, for
 `keepstep ckpt convert --trust`. Tensors and plain values are written to DIRECTORY.

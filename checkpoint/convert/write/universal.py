@@ -242,7 +242,7 @@ class UniversalParts:
         return True
 
     def delete_notes(self) -> None:
-        """Forget what was written: the next conversion writes all parts anew."""
+        """Forget what was written: the next conversion writes all parts again."""
         for number in self.numbers:
             self.storage.delete(self._note_name(number))
             self.storage.delete(self._checked_name(number))
@@ -331,7 +331,7 @@ class UniversalParts:
 def attempt_for(url: str, step: int, origin: str) -> str:
     """Return the name of the attempt that a conversion goes on with, or begins.
 
-    One that was given up, or whose checkpoint was removed, can never be committed.
+    An abandoned one, or one whose checkpoint was removed, can never be committed.
 
     Args:
         url: where to write.
@@ -377,7 +377,7 @@ def write_universal(
         }
         parts.commit({**documents, PROVENANCE: provenance})
     except CheckpointDamaged:
-        # Without their notes, the next conversion writes the parts anew.
+        # Without their notes, the next conversion writes the parts again.
         parts.delete_notes()
         raise
 

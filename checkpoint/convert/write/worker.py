@@ -1,6 +1,6 @@
-"""A worker process of a conversion: opens the source by itself, and does the parts it is told.
+"""Runs a worker process of a conversion: opens the source, and does the parts it is given.
 
-`python -m keepstep.checkpoint.convert.write.worker`; see `worker_messages` for what it is told.
+`python -m keepstep.checkpoint.convert.write.worker`; see `worker_messages` for its messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How DeepSpeed is to keep a checkpoint: the stage of ZeRO, and the ranks of data parallelism."""
+"""Says how DeepSpeed keeps a checkpoint: the stage of ZeRO, and the ranks of data parallelism."""
 
 from __future__ import annotations
 
