@@ -21,7 +21,7 @@ from keepstep.checkpoint.convert.read.arrays import Values, view_of
 from keepstep.checkpoint.convert.read.files import Extent, ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.orbax_ocdbt import InlineValue
 from keepstep.checkpoint.convert.read.orbax_zarr import ArrayMetadata, Shards
-from keepstep.checkpoint.convert.read.orbax_zstd import MOST_RATIO, Bytes, decompress_exactly
+from keepstep.checkpoint.convert.read.orbax_zstd import decompress
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 
@@ -118,8 +118,6 @@ class StoredChunk:
         """Copy a box of one chunk or inner chunk."""
         dtype = numpy_dtype(self.metadata.dtype)
         nbytes = math.prod(shape) * dtype.itemsize
-        if compression is not None and nbytes > value.nbytes * MOST_RATIO:
-            raise ValueError(f"{value.nbytes} bytes cannot have {nbytes}")
         data = value.read(_MOST_STORED_NBYTES)
         if has_checksum:
             data, checksum = data[:-_CHECKSUM_NBYTES], data[-_CHECKSUM_NBYTES:]
@@ -192,16 +190,14 @@ def _index(value: Value, shards: Shards, count: int) -> Values:
     return np.frombuffer(data, "<u8").reshape(count, 2)
 
 
-def _decoded(data: bytes, compression: str | None, nbytes: int) -> Bytes:
+def _decoded(data: bytes, compression: str | None, nbytes: int) -> Values:
     """Return the bytes of the elements.
 
     Raises:
         ValueError: they are not of this size.
     """
     if compression == "zstd":
-        decoded = np.empty(nbytes, np.uint8)
-        decompress_exactly(data, decoded)
-        return decoded
+        data = decompress(data)
     if compression == "gzip":
         data = zlib.decompressobj(wbits=31).decompress(data, nbytes + 1)
     if len(data) != nbytes:

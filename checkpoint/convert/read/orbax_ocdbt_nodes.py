@@ -12,47 +12,13 @@ from dataclasses import dataclass
 
 import crc32c
 
-from keepstep.checkpoint.convert.read.orbax_zstd import decompress_within
+from keepstep.checkpoint.convert.read.orbax_zstd import decompress
 
 _MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
 _NODE_MAGIC = bytes.fromhex("0cdb20de")
 _HEADER_NBYTES = 12
 _CHECKSUM_NBYTES = 4
 _MISSING = 2**64 - 1
-_MOST_PATH_NBYTES = 4096
-_MOST_ENTRIES = 2**20
-_MOST_INLINE_NBYTES = 2**20
-# How much more a node can have than its bytes: the allowance for all nodes together, and per byte.
-_ALLOWED_NBYTES = 2**22
-_DECODED_PER_BYTE = 256
-_NAME_BYTES_PER_BYTE = 64
-
-
-@dataclass(slots=True)
-class Budget:
-    """Bounds what the nodes of one store expand to, by the bytes that they have in files."""
-
-    decoded_nbytes: int = _ALLOWED_NBYTES
-    name_nbytes: int = _ALLOWED_NBYTES
-
-    def add(self, encoded_nbytes: int) -> None:
-        """Allow for the bytes of one more node."""
-        self.decoded_nbytes += encoded_nbytes * _DECODED_PER_BYTE
-
-    def take_decoded(self, nbytes: int) -> None:
-        """Count the bytes of a node after decompression."""
-        self.decoded_nbytes -= nbytes
-        self.name_nbytes += nbytes * _NAME_BYTES_PER_BYTE
-
-    def take_names(self, nbytes: int) -> None:
-        """Count the bytes of keys, and of the paths of data files.
-
-        Raises:
-            ValueError: they repeat each other's bytes without end.
-        """
-        self.name_nbytes -= nbytes
-        if self.name_nbytes < 0:
-            raise ValueError("its keys and paths have far more bytes than it has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +68,17 @@ class Node:
     children: tuple[Child, ...] = ()
 
 
-def decode_manifest(data: bytes, budget: Budget) -> Root | None:
+def decode_manifest(data: bytes) -> Root | None:
     """Return where the newest version's tree begins; None if it is empty.
 
     Args:
         data: the manifest's bytes.
-        budget: of the store.
 
     Raises:
         ValueError: it contradicts itself.
         LookupError: it is of the kind that leaves the versions to numbered manifests.
     """
-    cursor = _body(data, _MANIFEST_MAGIC, budget)
+    cursor = _body(data, _MANIFEST_MAGIC)
     cursor.take(16)
     kind = cursor.byte()
     cursor.varints(2)
@@ -124,8 +89,8 @@ def decode_manifest(data: bytes, budget: Budget) -> Root | None:
         raise LookupError("its versions are in numbered manifests")
     if kind != 0 or not 0 < arity <= 16:
         raise ValueError(f"its manifest is of kind {kind} and arity {arity}")
-    files = _files(cursor, "", budget)
-    count = cursor.count(2**arity)
+    files = _files(cursor, "")
+    count = cursor.count()
     cursor.varints(count)
     heights = cursor.take(count)
     references = _references(cursor, files, count)
@@ -135,27 +100,26 @@ def decode_manifest(data: bytes, budget: Budget) -> Root | None:
     return None if root is None else Root(root, heights[-1])
 
 
-def decode_node(data: bytes, base: str, budget: Budget) -> Node:
+def decode_node(data: bytes, base: str) -> Node:
     """Return a node of the tree.
 
     Args:
         data: its bytes.
         base: what the paths of its files are relative to.
-        budget: of the store.
 
     Raises:
         ValueError: it contradicts itself.
     """
-    cursor = _body(data, _NODE_MAGIC, budget)
+    cursor = _body(data, _NODE_MAGIC)
     height = cursor.byte()
-    files = _files(cursor, base, budget)
-    count = cursor.count(_MOST_ENTRIES)
+    files = _files(cursor, base)
+    count = cursor.count()
     if not count:
         raise ValueError("a node of its tree is empty")
     node = (
-        Node(height, values=_values(cursor, files, count, budget))
+        Node(height, values=_values(cursor, files, count))
         if height == 0
-        else Node(height, children=_children(cursor, files, count, budget))
+        else Node(height, children=_children(cursor, files, count))
     )
     if not cursor.is_at_end:
         raise ValueError("a node of its tree goes on behind its end")
@@ -200,15 +164,15 @@ class _Cursor:
     def varints(self, count: int) -> list[int]:
         return [self.varint() for _ in range(count)]
 
-    def count(self, most: int) -> int:
+    def count(self) -> int:
         """Return a number of entries, of which each takes a byte at least."""
         count = self.varint()
-        if count > min(most, len(self._data) - self._position):
+        if count > len(self._data) - self._position:
             raise ValueError(f"it announces {count} entries")
         return count
 
 
-def _body(data: bytes, magic: bytes, budget: Budget) -> _Cursor:
+def _body(data: bytes, magic: bytes) -> _Cursor:
     """Return what is between the header and the checksum, decompressed."""
     if len(data) < _HEADER_NBYTES + 2 + _CHECKSUM_NBYTES or data[:4] != magic:
         raise ValueError("it has no header of OCDBT")
@@ -221,33 +185,25 @@ def _body(data: bytes, magic: bytes, budget: Budget) -> _Cursor:
     if version != 0 or compression > 1:
         raise ValueError(f"its version is {version} and its compression {compression}")
     body = content[_HEADER_NBYTES + 2 :]
-    budget.add(len(data))
-    if compression:
-        body = decompress_within(body, budget.decoded_nbytes)
-    budget.take_decoded(len(body))
-    return _Cursor(body)
+    return _Cursor(decompress(body) if compression else body)
 
 
-def _files(cursor: _Cursor, base: str, budget: Budget) -> list[tuple[str, str]]:
+def _files(cursor: _Cursor, base: str) -> list[tuple[str, str]]:
     """Return the paths of data files, and the beginnings that nodes in them are relative to."""
-    count = cursor.count(_MOST_ENTRIES)
+    count = cursor.count()
     if not count:
         return []
     shared = [0, *cursor.varints(count - 1)]
     own = cursor.varints(count)
     base_lengths = cursor.varints(count)
-    # Each path is made of the one before, and twice of the base: nothing is made before it counts.
-    budget.take_names(sum(shared) + sum(own) + sum(base_lengths) + 2 * count * len(base))
     files = []
     previous = b""
     for kept, more, base_length in zip(shared, own, base_lengths, strict=True):
         path = previous[:kept] + cursor.take(more)
-        if kept > len(previous) or base_length > len(path) or len(path) > _MOST_PATH_NBYTES:
+        if kept > len(previous) or base_length > len(path):
             raise ValueError("a path of its data files has an impossible length")
         files.append((base + path.decode(), base + path[:base_length].decode()))
         previous = path
-        if len(files[-1][0]) > _MOST_PATH_NBYTES:
-            raise ValueError("a path of its data files is too long")
     return files
 
 
@@ -274,14 +230,11 @@ def _reference(files: list[tuple[str, str]], number: int, offset: int, nbytes: i
     return Reference(path, base, offset, nbytes)
 
 
-def _keys(
-    cursor: _Cursor, count: int, budget: Budget, *, with_prefixes: bool
-) -> tuple[list[bytes], list[int]]:
+def _keys(cursor: _Cursor, count: int, *, with_prefixes: bool) -> tuple[list[bytes], list[int]]:
     """Return the keys of a node's entries, and how long the prefixes of whole subtrees are."""
     shared = [0, *cursor.varints(count - 1)]
     own = cursor.varints(count)
     prefixes = cursor.varints(count) if with_prefixes else []
-    budget.take_names(sum(shared) + sum(own))
     keys: list[bytes] = []
     previous = b""
     for kept, more in zip(shared, own, strict=True):
@@ -296,9 +249,9 @@ def _keys(
 
 
 def _values(
-    cursor: _Cursor, files: list[tuple[str, str]], count: int, budget: Budget
+    cursor: _Cursor, files: list[tuple[str, str]], count: int
 ) -> tuple[tuple[bytes, bytes | Reference], ...]:
-    keys, _ = _keys(cursor, count, budget, with_prefixes=False)
+    keys, _ = _keys(cursor, count, with_prefixes=False)
     sizes = cursor.varints(count)
     kinds = cursor.take(count)
     if max(kinds) > 1:
@@ -315,16 +268,12 @@ def _values(
         if entry in references:
             values.append((key, references[entry]))
             continue
-        if sizes[entry] > _MOST_INLINE_NBYTES:
-            raise ValueError(f"a value of {sizes[entry]} bytes is in a node")
         values.append((key, cursor.take(sizes[entry])))
     return tuple(values)
 
 
-def _children(
-    cursor: _Cursor, files: list[tuple[str, str]], count: int, budget: Budget
-) -> tuple[Child, ...]:
-    keys, prefixes = _keys(cursor, count, budget, with_prefixes=True)
+def _children(cursor: _Cursor, files: list[tuple[str, str]], count: int) -> tuple[Child, ...]:
+    keys, prefixes = _keys(cursor, count, with_prefixes=True)
     children = []
     for key, length, node in zip(keys, prefixes, _references(cursor, files, count), strict=True):
         if node is None or length > len(key):

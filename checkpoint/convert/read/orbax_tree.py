@@ -24,7 +24,6 @@ from keepstep.checkpoint.convert.read.hugging_face import read_json_object
 from keepstep.checkpoint.convert.read.orbax_chunks import StoredChunk, UnopenedFile, Value, fill_of
 from keepstep.checkpoint.convert.read.orbax_ocdbt import MANIFEST, InlineValue, read_ocdbt
 from keepstep.checkpoint.convert.read.orbax_zarr import ArrayMetadata, parse_v2, parse_v3
-from keepstep.checkpoint.convert.read.orbax_zstd import MOST_RATIO
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece
 from keepstep.checkpoint.errors import CheckpointMissing
 from keepstep.checkpoint.format.layout.boxes import Box, Json
@@ -41,6 +40,8 @@ _MOST_METADATA_NBYTES = 2**24
 _MOST_DEPTH = 200
 # What Orbax cuts larger arrays to.
 _LARGEST_USUAL_NBYTES = 2**31
+# Bytes that a byte of zstd can stand for: a block of four bytes has at most 128 KiB.
+_MOST_RATIO = 2**15
 # Chunks of zeros that old versions did not store, of all arrays of one item.
 _MOST_ABSENT_CHUNKS = 2**16
 _MOST_ABSENT_NBYTES = 2**30
@@ -271,7 +272,7 @@ def _chunk_array(
         # To ask for the size of each file would take long, and for these it pays.
         value = value.opened()
     if not isinstance(value, UnopenedFile) and (
-        metadata.chunk_nbytes > max(value.nbytes, 1) * MOST_RATIO
+        metadata.chunk_nbytes > max(value.nbytes, 1) * _MOST_RATIO
     ):
         raise damaged(
             value.location,

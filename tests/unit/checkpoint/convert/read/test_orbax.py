@@ -308,14 +308,6 @@ def content_of(name: str, data: bytes) -> Change:
     return lambda root: (root / name).write_bytes(data) and None
 
 
-def zstd_of(nbytes: int) -> bytes:
-    """Return a frame of zeros in blocks that repeat one byte, four bytes for each 128 KiB."""
-    count = nbytes // 2**17
-    block = (2**17 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
-    last = (1 | 1 << 1).to_bytes(3, "little") + b"\0"
-    return bytes.fromhex("28b52ffd") + b"\x00\x58" + block * count + last
-
-
 HOSTILE: dict[str, tuple[Change, str, str]] = {
     "no JSON": (content_of("_METADATA", b"{"), "_METADATA", "is no JSON"),
     "deep JSON": (content_of("_METADATA", b"[" * 10**6), "_METADATA", "is no JSON"),
@@ -338,8 +330,7 @@ HOSTILE: dict[str, tuple[Change, str, str]] = {
     "huge chunks": (array(shape=[2**50, 10], chunks=[2**50, 10]), "a/0.0", "cannot be"),
     "separator": (array(dimension_separator="/../"), "a/.zarray", "neither . nor /"),
     "chunk is short": (content_of("a/0.0", b"1"), "a/0.0", "cannot be"),
-    "chunk is no zstd": (content_of("a/0.0", bytes(99)), "a/0.0", "no frame of zstd"),
-    "a bomb": (content_of("a/0.0", zstd_of(2**34)), "a/0.0", "too small"),
+    "chunk is no zstd": (content_of("a/0.0", bytes(99)), "a/0.0", "zstd: "),
     "no format": (array(zarr_format=4), "a/.zarray", "no metadata of a Zarr v2"),
     "no chunk": (lambda root: (root / "a/1.2").unlink(), "a/.zarray", "copy all files"),
 }  # fmt: skip

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import crc32c
-import numpy as np
 import pytest
 import tensorstore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numcodecs import zstd
 
 from keepstep.checkpoint.convert.read.files import open_files
 from keepstep.checkpoint.convert.read.orbax_ocdbt import read_ocdbt
-from keepstep.checkpoint.convert.read.orbax_ocdbt_nodes import Budget, decode_node
-from keepstep.checkpoint.convert.read.orbax_zstd import decompress_exactly, decompress_within
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 
 KEYS = st.text("ab/.0é", min_size=1, max_size=9)
@@ -146,11 +141,6 @@ HOSTILE_NODES = {
     "bytes": b"no node" * 9,
     "checksum": leaf(ONE)[:-1] + b"!",
     "cut": leaf(ONE)[:9],
-    "keys of keys": leaf(
-        varint(60000) + varint(30000) * 59999 + varint(30001) + varint(1) * 59999
-        + bytes(30001) + b"".join(bytes([1]) for _ in range(59999)) + bytes(120000)
-    ),
-    "a long path": leaf(ONE, b"\1" + varint(5000) + b"\0" + b"a" * 5000),
 }  # fmt: skip
 
 
@@ -159,44 +149,6 @@ def test_hostile_node_is_refused_by_its_file(tmp_path: Path, name: str) -> None:
     root = store_of(tmp_path, HOSTILE_NODES[name])
     with pytest.raises(CheckpointDamaged, match=f"{root}/node"):
         read(root)
-
-
-# 3000 paths of 4000 bytes, each of which is the one before.
-REPEATED = (
-    varint(3000) + varint(4000) * 2999 + varint(4000) + b"\0" * 2999 + b"\0" * 3000 + b"a" * 4000
-)
-# 3000 paths without bytes of their own.
-EMPTY = varint(3000) + b"\0" * (3 * 3000 - 1)
-
-
-@pytest.mark.parametrize(("files", "base"), [(REPEATED, ""), (EMPTY, "b/" * 2000)])
-def test_paths_that_repeat_bytes_without_end_are_refused_before_they_are_made(
-    files: bytes, base: str
-) -> None:
-    node = leaf(ONE, files)
-    assert decode_node(leaf(ONE), base, Budget()).values == ((b"k", b"vw"),)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="far more bytes"):
-            decode_node(node, base, Budget())
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
-
-
-def test_keys_that_a_node_above_makes_long_without_end_are_refused(tmp_path: Path) -> None:
-    count, nbytes = 3000, 20_000
-    below = leaf(
-        varint(count) + b"\0" * (count - 1) + b"\2" * count
-        + b"".join(n.to_bytes(2, "big") for n in range(count)) + b"\0" * (2 * count)
-    )  # fmt: skip
-    above = sealed(
-        bytes.fromhex("0cdb20de") + bytes(8) + b"\0\0" + b"\1" + b"\1\5\0below" + b"\1"
-        + varint(nbytes) * 2 + b"k" * nbytes + b"\0\0" + varint(len(below)) + b"\0\0\0"
-    )  # fmt: skip
-    (tmp_path / "below").write_bytes(below)
-    with pytest.raises(CheckpointDamaged, match="far more bytes"):
-        read(store_of(tmp_path, above, height=1))
 
 
 @pytest.mark.parametrize("path", [b"../outside", b"/etc/passwd", b"d/../../outside", b"a\0b"])
@@ -213,7 +165,7 @@ def test_no_path_in_a_store_leads_out_of_it(tmp_path: Path, path: bytes) -> None
 def test_a_node_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     length = len(interior(b"\0\0\x50", 9))
     node = interior(b"\0\0" + varint(length), 9)
-    with pytest.raises(CheckpointDamaged, match="one twice"):
+    with pytest.raises(CheckpointDamaged, match="a node twice"):
         read(store_of(tmp_path, node, height=9))
     with pytest.raises(CheckpointDamaged, match="of height 9 is where one of 3 belongs"):
         read(store_of(tmp_path, node, height=3))
@@ -227,34 +179,3 @@ def test_manifests_that_refer_to_others_without_end_are_refused(tmp_path: Path) 
     (tmp_path / f"manifest.{'0' * 16}").write_bytes(numbered)
     with pytest.raises(CheckpointDamaged, match="numbered manifests"):
         read(tmp_path)
-
-
-def test_a_bomb_in_a_node_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
-    block = (2**17 << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
-    frame = bytes.fromhex("28b52ffd") + b"\x00\x58" + block * 2**13 + b"\3\0\0\0"
-    node = sealed(bytes.fromhex("0cdb20de") + bytes(8) + b"\0\1" + frame)
-    with pytest.raises(CheckpointDamaged, match="most that can be there"):
-        read(store_of(tmp_path, node))
-
-
-@given(st.binary(max_size=400), st.integers(0, 9))
-def test_zstd_is_decompressed_to_what_is_expected_and_no_more(data: bytes, level: int) -> None:
-    data = data * 20
-    frame = zstd.compress(data, level)
-    if data:
-        assert decompress_within(frame, len(data)) == data
-        into = np.empty(len(data), np.uint8)
-        decompress_exactly(frame, into)
-        assert into.tobytes() == data
-        with pytest.raises(ValueError, match="most that can be"):
-            decompress_within(frame, len(data) - 1)
-    for size in {len(data) + 1, abs(len(data) - 1)} - {len(data)}:
-        with pytest.raises(ValueError, match="bytes of zstd have"):
-            decompress_exactly(frame, np.empty(size, np.uint8))
-
-
-@given(st.binary(max_size=60))
-def test_other_bytes_are_no_zstd(data: bytes) -> None:
-    for content in (data, bytes.fromhex("28b52ffd") + data):
-        with pytest.raises(ValueError, match=r"zstd|Zstd"):
-            decompress_exactly(content, np.empty(7, np.uint8))
