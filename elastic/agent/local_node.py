@@ -39,7 +39,7 @@ class LocalNode:
 
     @property
     def state(self) -> NodeState:
-        """What has been done here, and what the workers do."""
+        """The state from which the next action is decided."""
         group, record = self.worker_group, self.membership.record
         return NodeState(
             record=record,

@@ -51,14 +51,14 @@ class Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """What a node has done with the job's generations.
+    """A node's place in the job's generations, and its workers.
 
     Attributes:
         record: what it has announced of itself, or will next.
         server: the address of its snapshot server.
         workers: its workers.
         drained: the newest generation that is over here; 0: none.
-        ordered: the newest generation whose workers were told to abort; 0: none.
+        ordered: the newest generation whose workers were ordered to abort; 0: none.
         paused: the newest generation whose workers ended because the job is paused; 0: none.
     """
 
@@ -82,7 +82,7 @@ class NodeState:
 
     @property
     def phase(self) -> NodePhase:
-        """What the node does now; PROTOCOL.md lists what each event makes of each phase."""
+        """The phase that the node announces; PROTOCOL.md has what it does next in each."""
         workers = self.workers
         if self.drained > workers.generation:
             return NodePhase.DRAINED

@@ -654,7 +654,7 @@ class Node:
 
     @property
     def state(self) -> NodeState:
-        """What the node has done, as production's decisions see it."""
+        """The state that production decides from."""
         workers = Workers(
             generation=self.worker_generation,
             present=bool(self.workers),
