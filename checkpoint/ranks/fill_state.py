@@ -73,7 +73,7 @@ class LoadOptions:
     descriptions: Descriptions = NOT_DESCRIBED
     rules: str | None = None
     config: Mapping[str, Json] | None = None
-    optimizers_may_begin_anew: bool = False
+    optimizers_may_start_empty: bool = False
     """Whether a checkpoint without any optimizer state is complete, as one of weights alone is."""
 
 
@@ -237,7 +237,7 @@ def _requested(
     has_none = not has_optimizer_state(source) and not any(
         left.key is not None and left.key.partition("/")[0] == OPTIMIZER for left in left_out
     )
-    if options.optimizers_may_begin_anew and has_none:
+    if options.optimizers_may_start_empty and has_none:
         if OPTIMIZER in requested.names and group.rank == 0:
             log.warning("the checkpoint has no optimizer state: the optimizers begin anew")
         names = requested.names - {OPTIMIZER}

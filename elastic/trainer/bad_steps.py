@@ -115,7 +115,7 @@ class StepJudge:
         self._policy = policy
         self._values: dict[str, dict[int, float]] = defaultdict(dict)
         self._rejected: tuple[RejectedStep, ...] = ()
-        self._told: frozenset[RejectedStep] = frozenset()
+        self._reported: frozenset[RejectedStep] = frozenset()
 
     @property
     def rejected(self) -> tuple[RejectedStep, ...]:
@@ -220,7 +220,7 @@ class StepJudge:
         """
         self._rejected = tuple(
             replace(one, first_batch=one.last_batch, newest_step=one.step - 1)
-            if one not in self._told and one.newest_step < step < one.step
+            if one not in self._reported and one.newest_step < step < one.step
             else one
             for one in self._rejected
         )
@@ -228,11 +228,11 @@ class StepJudge:
             for later in [at for at in values if at > step]:
                 del values[later]
 
-    def take_untold(self) -> tuple[RejectedStep, ...]:
+    def take_unreported(self) -> tuple[RejectedStep, ...]:
         """Return what was rejected since the state that this process was given, each once."""
-        untold = tuple(one for one in self._rejected if one not in self._told)
-        self._told = frozenset(self._rejected)
-        return untold
+        unreported = tuple(one for one in self._rejected if one not in self._reported)
+        self._reported = frozenset(self._rejected)
+        return unreported
 
     def to_json(self) -> Json:
         """Return what is remembered of rejected steps, for `from_json` at other ranks."""
@@ -260,7 +260,7 @@ class StepJudge:
         self.learn(of_state)
         # Of the same step as another rank's, what was learned may have replaced it.
         steps = {(one.generation, one.step) for one in of_state}
-        self._told |= {one for one in self._rejected if (one.generation, one.step) in steps}
+        self._reported |= {one for one in self._rejected if (one.generation, one.step) in steps}
         if not self._values:
             for name, values in state["values"].items():
                 self._values[name] = dict(values)

@@ -55,7 +55,7 @@ class SnapshotCommitted:
 
     Attributes:
         generation: the generation that it was taken in.
-        step: number of steps in it. Of several that were committed in one step, the newest is told.
+        step: number of steps in it; of several committed in one step, the newest is reported.
     """
 
     generation: int
@@ -67,7 +67,7 @@ class CheckpointStored:
     """A checkpoint is complete in storage.
 
     Attributes:
-        step: number of steps in it. Of several that were stored in one step, the newest is told.
+        step: number of steps in it; of several stored in one step, the newest is reported.
         url: where it lies.
     """
 
@@ -89,7 +89,7 @@ class Callbacks:
 class EventReporter:
     """Calls the callbacks, in each process once for what has happened.
 
-    A process that takes the place of another is told what is stored already.
+    A process that replaces another one first reports what is stored already.
 
     Args:
         callbacks: the functions.
@@ -131,7 +131,7 @@ class EventReporter:
             self._callbacks.on_rejected_step(rejected)
 
     def progress(self, committed_step: int, stored_step: int) -> None:
-        """Tell of a snapshot and a checkpoint that are newer than those told of; -1: none is."""
+        """Report a snapshot and a checkpoint that are newer than the last reported; -1: none."""
         if committed_step > self._committed_step:
             self._committed_step = committed_step
             if self._callbacks.on_snapshot is not None:

@@ -153,8 +153,8 @@ class GenerationState:
         # given it tensors, which no snapshot has.
         self._initial_extra.restore(state.extra)
         if self._judge is not None:
-            for told in CONTROL_GROUPS.of().gather(self._judge.to_json()):
-                self._judge.learn(StepJudge.from_json(told))
+            for rejected in CONTROL_GROUPS.of().gather(self._judge.to_json()):
+                self._judge.learn(StepJudge.from_json(rejected))
             state = replace(state, extra={**state.extra, _JUDGE: self._judge})
         training = self._training = TrainingState(
             state,
@@ -301,8 +301,8 @@ class GenerationState:
 def forget_locals(error: BaseException) -> None:
     """Clear the local variables of all frames that an exception, and its causes, have left.
 
-    While an exception is handled its frames keep the model, gradients and activations: beside the
-    next generation's state a device may have no memory for them. Frames that still run keep theirs.
+    While an exception is handled its frames keep the model, gradients and activations: a device
+    may lack the memory to hold the next generation's state too. Frames that still run keep theirs.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -67,8 +67,8 @@ class GuardControl:
             if world.rank == 0:
                 log.warning(
                     "a guard outside of the loop over job.batches is entered without the question "
-                    "whether it is completed: after each recovery the scripts of all ranks begin "
-                    "anew and run it again. To run it once, write `guard = job.guard()`, then "
+                    "whether it is completed: after each recovery the scripts of all ranks "
+                    "restart and run it again. To run it once, write `guard = job.guard()`, then "
                     "`while not guard.completed: with guard: ...`"
                 )
         place.enter_guard(is_unconditional=is_unconditional)
@@ -99,7 +99,7 @@ class Guard:
     with guard: ...`. There it is entered again after a failure. A process that is new leaves out
     the guards that a later step shows to be over: they are completed from the beginning. So what
     the script needs of them afterwards belongs into `State.extra`. A guard that is entered without
-    that question runs again in all processes, which begin the script anew after each recovery.
+    that question runs again in all processes, which restart the script after each recovery.
     """
 
     def __init__(self, control: GuardControl, *, is_over: bool) -> None:

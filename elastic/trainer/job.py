@@ -127,7 +127,7 @@ class Job:
         # this worker reports the cause.
         if isinstance(error, NameError) and self._guards.left_out:
             error.add_note(
-                f"This process has begun the script anew, and left out {self._guards.left_out} "
+                f"This process has restarted the script, and left out {self._guards.left_out} "
                 "guards of passes that were over: what the script needs of them afterwards belongs "
                 "into State.extra, or into build, which runs in every process."
             )
@@ -315,7 +315,7 @@ class Job:
         return Guard(self._guards, is_over=is_over)
 
     def stop(self) -> None:
-        """End the pass over the data after the next step that begins, on all ranks alike.
+        """End the pass over the data, on all ranks, after the next step that begins.
 
         One rank may ask for it alone, at any time; the ranks agree in the next step. That the pass
         is over is part of the state after that step. Where a recovery returns to a state from
@@ -374,19 +374,19 @@ class Job:
             source=self._state.source,
         )
         self._events.enter(entered, time.monotonic())
-        for rejected in self._judge.take_untold() if self._judge is not None else ():
+        for rejected in self._judge.take_unreported() if self._judge is not None else ():
             if assignment.rank == 0:
                 log.warning("%s", rejected)
             self._events.reject(rejected)
 
     def _recover(self, error: BaseException | None) -> None:
-        """Leave the current generation and enter the next one, or begin the script anew in it.
+        """Leave the current generation and enter the next one, or restart the script in it.
 
         Args:
             error: what has ended the generation; None if it ends in good order.
         """
         self._enter(self._leave(error))
-        reason = self._passes.place.reason_to_begin_anew(self._state.position.batch)
+        reason = self._passes.place.reason_to_restart(self._state.position.batch)
         if reason:
             self._restart_script(reason)
 

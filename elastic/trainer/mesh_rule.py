@@ -124,6 +124,6 @@ def _check(sizes: Any) -> None:
         if not isinstance(name, str) or not name.startswith((*_OWN_SAMPLES, *_SAME_SAMPLES)):
             raise UsageError(
                 f"mesh {dict(sizes)}: whether ranks of dimension {name!r} compute the same samples "
-                f"is told by its name: let it begin with {' or '.join(_OWN_SAMPLES)} if each has "
+                f"follows from its name: let it begin with {' or '.join(_OWN_SAMPLES)} if each has "
                 f"samples of its own, or with {', '.join(_SAME_SAMPLES)} if all have the same"
             )

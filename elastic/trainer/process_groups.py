@@ -275,7 +275,7 @@ def check_mesh_positions(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     checked: dict[int, DeviceMesh] = {}
     for name, tensor in tensors:
-        # A mesh computes its ranks anew whenever it is asked for them.
+        # A mesh computes its ranks again at each access.
         if not isinstance(tensor, DTensor) or id(tensor.device_mesh) in checked:
             continue
         mesh = checked[id(tensor.device_mesh)] = tensor.device_mesh
@@ -286,7 +286,7 @@ def check_mesh_positions(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if mesh_rank != dist.get_rank():
             raise RuntimeError(
                 f"{name} is sharded for rank {mesh_rank}, but this is rank {dist.get_rank()}: "
-                "build() must create the model anew from the World that it receives"
+                "build() must create a new model from the World that it receives"
             )
 
 

@@ -297,11 +297,11 @@ def _groups(layouts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def _await_knowledge() -> None:
-    """Wait until every rank knows what all were told before; called by every rank.
+    """Wait until every rank has the result of the last exchange; called by every rank.
 
-    Ranks that leave the generation for what they were told take the connections with them by which
-    others are still told. If this is broken off, then by a rank that knows that all were, or that
-    is lost and ends the generation in any case.
+    A rank that leaves the generation because of that result closes connections by which others
+    still receive it. Only two kinds of ranks can break this off: one that knows that all have the
+    result, and one that is lost, which ends the generation in any case.
     """
     try:
         CONTROL_GROUPS.of().gather(None)

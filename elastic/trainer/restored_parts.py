@@ -1,4 +1,4 @@
-"""Compares what a checkpoint has of a job's state beside model and optimizers with what a job has.
+"""Compares the parts of a job and a checkpoint other than the model and the optimizers.
 
 Pure. Such parts may be added to a job, or taken from it: what goes on without its state is named.
 """

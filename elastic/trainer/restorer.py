@@ -46,8 +46,8 @@ class Resumed:
     Attributes:
         position: the position.
         source: where the state came from, comma-separated; "start" if it was initialized, and
-            "start_from" with the format if another job's or tool's checkpoint was loaded. Beside
-            "storage" stands how many bytes were read per byte of distinct tensors.
+            "start_from" with the format if another job's or tool's checkpoint was loaded. "storage"
+            is followed by the number of bytes read per byte of distinct tensors.
         loaded: what was found in storage, if it came from there alone.
         begins: whether the job has nothing of its own to resume from.
     """

@@ -1,4 +1,4 @@
-"""Says which collectives a process runs that begins the script anew, and who must do so. Pure.
+"""Says which collectives a process runs that restarts the script, and who must restart it. Pure.
 
 A process that takes a lost one's place runs the script from its first line, with the state that the
 job has returned to. The others stay where they are in it. From then on all must issue the same
@@ -13,22 +13,22 @@ which of them a new process issues:
   process runs it, wherever it stands.
 - Guards in the loop over a pass: those that the loop's body comes to with the batches from `b` on.
 
-Any other process goes on where it is if it issues the same ones from there on, and else begins the
-script anew, too (`reason_to_begin_anew`). That a guard of the loop is entered with a batch from
-before the recovery is for who enters it to see, as for steps.
+Any other process goes on where it is if it issues the same ones from there on; otherwise it
+restarts the script too (`reason_to_restart`). A guard of the loop that is entered with a batch from
+before the recovery is detected on entry, as for steps.
 """
 
 from __future__ import annotations
 
 
 class ScriptPlace:
-    """Where a process is in its script: among the passes over the data, and guards beside them."""
+    """Where a process is in its script: among passes over the data and the guards around them."""
 
     def __init__(self) -> None:
         self._count = 0
         self._begin = self._end = 0
         self._is_in_loop = False
-        # Where passes end beside which this process has run guards, or left them out.
+        # Where the last pass ends before or after which this process ran guards, or left them out.
         self._guarded_at = -1
         self._ran_unconditional_guard = False
 
@@ -83,8 +83,8 @@ class ScriptPlace:
         if not self._is_in_loop:
             self._guarded_at = self._end
 
-    def reason_to_begin_anew(self, batch: int) -> str:
-        """Return why this process must begin the script anew after a recovery; "" if it goes on.
+    def reason_to_restart(self, batch: int) -> str:
+        """Return why this process must restart the script after a recovery; "" if it goes on.
 
         Args:
             batch: number of global batches consumed in the state that the job has returned to.
@@ -100,5 +100,5 @@ class ScriptPlace:
             # After a `break`, a process that is new computes the next step.
             return "the last steps must be computed again"
         if batch <= self._guarded_at:
-            return "ranks that are new run the guards beside the loop again"
+            return "ranks that are new run the guards outside of the loop again"
         return ""

@@ -1,4 +1,4 @@
-"""Decides, on each rank alike, which snapshots begin, and which can never be committed.
+"""Decides, equally on all ranks, which snapshots begin, and which can never be committed.
 
 Pure. All ranks must take the same snapshots; otherwise none would be complete. They agree by
 reductions of `Votes`, of which a vote counts if all ranks give it. The first reduction of a step
@@ -10,7 +10,7 @@ overflow. By then each rank's copy is complete.
 A copy is torn if the state was written to meanwhile: it is not sealed, and so the snapshot is never
 committed. `tests/unit/elastic/trainer/test_snapshot_agreement.py` checks for any order of events
 over any number of ranks:
-- All ranks begin the same snapshots, end the generation after the same step, and discard alike.
+- All ranks begin and discard the same snapshots, and end the generation after the same step.
 - A snapshot begins only if the last one is committed, or is discarded by all ranks.
 - A snapshot is discarded only if a rank's copy of it was torn; and after the next step all ranks
   have discarded it, so that none waits for a commit that never comes.

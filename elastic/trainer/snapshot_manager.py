@@ -6,7 +6,7 @@ other code than optimizers may write to at any time (buffers, averages of the we
 synchronously, and so is all state once a write during a copy has been seen.
 
 Which snapshots begin is decided by `snapshot_agreement`: this module tells it what happens, copies,
-and reduces the ranks' votes, beside the backward pass or beside the optimizer.
+and reduces the ranks' votes during the backward pass or the optimizer's step.
 """
 
 from __future__ import annotations

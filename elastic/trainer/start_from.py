@@ -89,7 +89,7 @@ def begin_from(
         model: the module; the checkpoint must have all of its names and no others.
         optimizers: the optimizers; what the checkpoint has of them is taken.
         schedulers: their schedulers, one for each optimizer or none; those that the checkpoint has
-            no state of begin anew, with the learning rates that the job gives.
+            no state of start from their beginning, with the learning rates that the job gives.
         descriptions: as for `checkpoint.load`.
 
     Raises:
@@ -107,7 +107,7 @@ def begin_from(
         descriptions=descriptions,
         rules=start.rules,
         config=start.config,
-        optimizers_may_begin_anew=True,
+        optimizers_may_start_empty=True,
     )
     loaded = load_state(start.url, state, options, CONTROL_GROUPS.of())
     if start.only is not None:
@@ -118,7 +118,7 @@ def begin_from(
         if stored is not None:
             scheduler.load_state_dict(stored)
             continue
-        # A schedule that begins anew computes from the job's rates, not from what was left of them.
+        # A schedule that starts over computes from the job's rates, not from what was left of them.
         for group, given in zip(optimizers[number].param_groups, rates[number], strict=True):
             _set_rates(group, given)
     return Begun(loaded.step, f"start_from ({loaded.format_name}, step {loaded.step})")

@@ -52,7 +52,7 @@ class State:
             them and is not the job's, such as CUDA graphs that captured collectives.
         descriptions: what the model's tensors are, such as fused parts and padding, as for
             `checkpoint.save`.
-        config: the model's configuration, as JSON; stored beside it.
+        config: the model's configuration, as JSON; stored with it.
 
     Raises:
         UsageError: the model is none, or the optimizer or scheduler is made already.

@@ -23,7 +23,7 @@ from keepstep.elastic.worker.peer_failure import is_peer_failure
 from keepstep.elastic.worker.session import Session, wall_clock_s
 
 _FENCED_S = 2.0
-"""For so long a node may refuse copies before its ranks are told that the generation closes."""
+"""How long a node may refuse copies before its ranks learn that the generation closes."""
 
 
 class StepUndone(Exception):

@@ -5,7 +5,7 @@ communicators: aborted one after the other, they could wait for each other for e
 aborted at once, each in a thread of its own (as NVIDIA's resiliency extension does it; PyTorch's
 own abort of all groups goes one by one, pytorch #119797).
 
-What NCCL forbids is an abort beside a thread that is inside one of its calls. Where the worker is
+NCCL forbids an abort while a thread is inside one of its calls. Where the worker is
 recorded, the number of such threads is known, and an abort waits for them, but not for long: one of
 them may be what waits for a lost peer.
 
@@ -102,8 +102,8 @@ def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
     """Check that a device has ended all its work and takes more.
 
     Twice: the first call drains what was queued, the second shows that the context still works.
-    Errors of a device that stay (an illegal address, a memory error) cannot be told from a peer's
-    failure by their text.
+    Errors of a device that stay (an illegal address, a memory error) look like a peer's failure by
+    their text.
 
     Raises:
         ProcessUnusable: it has failed, or does not answer within `limit_s` seconds, which may be

@@ -312,7 +312,7 @@ class TrainingState:
         self._state_reader.invalidate_if_moved()
 
     def replicable(self) -> list[LiveTensor]:
-        """Return the tensors that replicas hold alike: parameters and optimizer state.
+        """Return the tensors that are equal on all replicas: parameters and optimizer state.
 
         Neither buffers nor extra states are among them: each rank computes statistics of its own
         samples.
@@ -331,7 +331,7 @@ class TrainingState:
         """
         extra: dict[str, Json] = {}
         extra_keys: dict[str, Json] = {}
-        beside: list[LiveTensor] = []
+        all_extra_tensors: list[LiveTensor] = []
         for key, value in self._extra.items():
             state = value.state_dict()
             extra_tensors = _tensors_of(key, state, self._fused)
@@ -341,16 +341,16 @@ class TrainingState:
                     f"{min(changed)}: the tensors of {key!r} are not those that it had when it was "
                     f"made, and a new process could not restore them; {_MAKE_TENSORS}"
                 )
-            beside += extra_tensors
+            all_extra_tensors += extra_tensors
             if extra_tensors:
                 extra_keys[key] = sorted(_keys(extra_tensors))
             extra[key] = None if extra_tensors else to_json_value(f"extra {key!r}", state)
-        live = self._state_reader.capture(beside)
+        live = self._state_reader.capture(all_extra_tensors)
         # The forward pass writes to buffers (batch norm's statistics), so they are copied now.
         tensors = [
             tensor.clone() if tensor.key in self._buffers else tensor for tensor in live.tensors
         ]
-        tensors += [tensor.clone() for tensor in beside]
+        tensors += [tensor.clone() for tensor in all_extra_tensors]
         rank = self._rank
         trainer: dict[str, Json] = {
             "step": position.step,
@@ -426,7 +426,7 @@ class TrainingState:
         own = _generators(rank, begun.generators)
         lacking = [tensor.key for tensor in own if tensor.key not in source.tensors]
         if lacking and len(lacking) < len(own):
-            log.warning("step %d does not have %s: seeded anew", source.step, ", ".join(lacking))
+            log.warning("step %d does not have %s: seeded again", source.step, ", ".join(lacking))
         for tensor in own:
             if tensor.key in source.tensors:
                 _SET_STATE[tensor.key.rpartition("/")[2]](tensor.data)

@@ -87,7 +87,7 @@ def test_only_the_rejected_steps_batch_is_skipped_where_there_is_no_state_to_rol
     judge.resume(10)
     assert [batch for batch in range(100) if judge.is_skipped(batch)] == [11]
     assert judge.newest_step(1) == 11
-    told = judge.take_untold()
+    told = judge.take_unreported()
     assert len(told) == 1
     judge.resume(5)
     # Ranks that have not come as far still say what was wanted.
@@ -123,8 +123,8 @@ def test_a_step_that_several_ranks_reject_counts_once() -> None:
         for content in told:
             judge.learn(StepJudge.from_json(content))
         assert [found.rank for found in judge.rejected] == [1]
-        assert [found.rank for found in judge.take_untold()] == [1]
-        assert judge.take_untold() == ()
+        assert [found.rank for found in judge.take_unreported()] == [1]
+        assert judge.take_unreported() == ()
 
 
 def test_a_new_process_takes_what_it_needs_of_the_state_and_tells_nothing_of_it() -> None:
@@ -136,8 +136,8 @@ def test_a_new_process_takes_what_it_needs_of_the_state_and_tells_nothing_of_it(
     new = StepJudge(BadSteps(spike=4.0, window=6))
     new.load_state_dict(from_json_value(state, new.state_dict()))
     assert new.state_dict() == old.state_dict()
-    assert new.take_untold() == ()
-    assert old.take_untold() == new.rejected
+    assert new.take_unreported() == ()
+    assert old.take_unreported() == new.rejected
 
 
 def test_policies_that_mean_nothing_are_refused() -> None:

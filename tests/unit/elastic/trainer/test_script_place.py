@@ -21,16 +21,16 @@ def place() -> ScriptPlace:
 
 def test_a_process_in_a_loop_goes_on_at_any_batch_of_the_pass(place: ScriptPlace) -> None:
     assert (place.count, place.end, place.is_in_loop) == (2, 8, True)
-    assert [batch for batch in range(9) if place.reason_to_begin_anew(batch)] == [0, 1, 2]
+    assert [batch for batch in range(9) if place.reason_to_restart(batch)] == [0, 1, 2]
 
 
 def test_a_process_beside_loops_goes_on_at_their_end_only(place: ScriptPlace) -> None:
     place.leave_loop()
-    assert [batch for batch in range(9) if not place.reason_to_begin_anew(batch)] == [8]
+    assert [batch for batch in range(9) if not place.reason_to_restart(batch)] == [8]
 
 
 def test_before_the_first_pass_a_process_goes_on_at_the_beginning() -> None:
-    assert not ScriptPlace().reason_to_begin_anew(0)
+    assert not ScriptPlace().reason_to_restart(0)
 
 
 def test_a_guard_is_over_once_a_batch_of_a_later_pass_was_consumed(place: ScriptPlace) -> None:
@@ -49,14 +49,14 @@ def test_who_has_passed_a_guard_begins_anew_where_new_ranks_run_it(
     else:
         place.complete_guard()
     place.begin_pass(4)
-    assert "guards beside the loop" in place.reason_to_begin_anew(8)
-    assert not place.reason_to_begin_anew(9)
+    assert "run the guards outside of the loop" in place.reason_to_restart(8)
+    assert not place.reason_to_restart(9)
 
 
 def test_guards_in_a_loop_do_not_count_as_passed(place: ScriptPlace) -> None:
     place.enter_guard(is_unconditional=True)
     place.complete_guard()
-    assert not place.reason_to_begin_anew(3)
+    assert not place.reason_to_restart(3)
 
 
 def test_who_ran_a_guard_that_is_never_left_out_begins_anew_wherever_it_is(
@@ -65,4 +65,4 @@ def test_who_ran_a_guard_that_is_never_left_out_begins_anew_wherever_it_is(
     place.leave_loop()
     place.enter_guard(is_unconditional=True)
     place.begin_pass(4)
-    assert "while not guard.completed" in place.reason_to_begin_anew(10)
+    assert "while not guard.completed" in place.reason_to_restart(10)
