@@ -54,7 +54,7 @@ from keepstep.checkpoint.saving.commit import commit_together
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.parts import DirectPart
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
-from keepstep.checkpoint.saving.saver import Saver, told_failure
+from keepstep.checkpoint.saving.saver import Saver, report_previous_failure
 
 __all__ = ["SaveHandle", "Saver", "load", "save"]
 
@@ -161,7 +161,7 @@ def save(
         prepare, failure, PROCESS_SAVER.plans, group, compression, step=step, generation=generation
     )
     ((storage, stored),) = opened
-    if told_failure(agreed.failures) is not None and saver is not None:
+    if report_previous_failure(agreed.failures) is not None and saver is not None:
         saver.forget_failure()
     part = DirectPart(
         storage,

@@ -2,9 +2,9 @@
 
 Each rank sends its boxes to the planners of their tensors and gets back which chunks it writes
 (`checkpoint.format.stored.shared_plan`), so that no rank looks at what all ranks hold. Rank 0,
-which publishes, gets the tensors and the documents, and adds where the state comes from; of
-documents that several ranks have alike, one rank sends its own. Then the ranks exchange the pieces
-of chunks that their writers do not hold (`exchange_pieces`).
+which publishes, gets the tensors and the documents, and adds where the state comes from; a document
+that is equal on several ranks is sent by one of them. Then the ranks exchange the pieces of chunks
+that their writers do not hold (`exchange_pieces`).
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class AgreedSave:
         attempt: name of the attempt, the same on all ranks.
         live: this rank's state.
         plan: what this rank writes, and what rank 0 publishes.
-        documents: those of this rank's documents that no rank after it has alike; rank 0 merges
-            those of all ranks.
+        documents: this rank's documents, except those that are equal on a higher rank; rank 0
+            merges those of all ranks.
         failures: what each rank tells about its last save.
     """
 
@@ -136,7 +136,7 @@ def agree_on_save(
         cache: has the plan of the last save of the same ranks.
         group: the ranks.
         compression: as for `plan_chunks`.
-        step: the step to save, which all ranks must have alike.
+        step: the step to save, which must be the same on all ranks.
         generation: its generation, in the same way.
         begin: called as soon as the tensors are captured, with the plan of the last save if it
             fits them; whether all ranks follow it is not known yet.

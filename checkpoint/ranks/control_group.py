@@ -101,7 +101,7 @@ class ControlGroup:
 
         Raises:
             CheckpointDamaged: the function failed because of damage on some ranks, and did not fail
-                otherwise on any. So all ranks decide alike whether to fall back.
+                otherwise on any. So all ranks agree whether to fall back.
             RankFailed: the function failed on another rank; its message is that of the first such
                 rank. A rank that failed in this way itself raises its own error.
         """
@@ -302,7 +302,7 @@ class ControlGroups:
             return ControlGroup(group, names)
         control = self._made.get(group)
         if control is None:
-            # All ranks count alike. The store may outlive a group.
+            # All ranks arrive at the same number. The store may outlive a group.
             key = f"keepstep/control/{group.group_name}"
             number = torch_internals.default_store().add(f"{key}/{group.rank()}", 1)
             control = separate_group(ControlGroup(group, names), f"{key}/{number}")

@@ -148,7 +148,7 @@ def fill_state(
     fill_tensors: Callable[[_Opened, LiveState, Requested], RestoreTraffic | str],
     left_out: Sequence[LeftOut] = (),
 ) -> LoadReport:
-    """Fill a state from a checkpoint that all ranks open alike.
+    """Fill a state from a checkpoint; all ranks open it in the same way.
 
     Args:
         open_source: opens the checkpoint.
@@ -191,7 +191,7 @@ def fill_state(
             prepared = begun
         source, live = prepared.source, prepared.live
         requested = prepared.with_other_ranks(group, has_left_any=any(leaving))
-        told = fill_tensors(source, live, requested)
+        traffic = fill_tensors(source, live, requested)
 
         def listed() -> list[str]:
             fitting = fitted_source(live, source, requested, options)
@@ -214,7 +214,7 @@ def fill_state(
     if group.rank == 0:
         rest = not_requested(source, requested)
         more = f"; not asked for: {rest}" if rest else ""
-        log.info("%s: loaded step %d: %s%s", url, source.step, told, more)
+        log.info("%s: loaded step %d: %s%s", url, source.step, traffic, more)
         for line in differing:
             log.warning("%s: not loaded: %s", url, line)
     return LoadReport(source.step, source.documents, format_name)
@@ -239,7 +239,7 @@ def _requested(
     )
     if options.optimizers_may_start_empty and has_none:
         if OPTIMIZER in requested.names and group.rank == 0:
-            log.warning("the checkpoint has no optimizer state: the optimizers begin anew")
+            log.warning("the checkpoint has no optimizer state: the optimizers start empty")
         names = requested.names - {OPTIMIZER}
         return replace(requested, names=names, parameters=None, left_out=reasons)
     return replace(requested, left_out=reasons)

@@ -132,7 +132,7 @@ def _renamed(opened: Opened, options: LoadOptions) -> Opened:
 
 
 def _naming_digest(opened: Opened) -> Json:
-    """Return what ranks have to have alike: a digest of what rules lead to; None without rules."""
+    """Return a digest of the renamed source, to compare across ranks; None without rules."""
     source = opened.source
     if not isinstance(source, RenamedSource):
         return None

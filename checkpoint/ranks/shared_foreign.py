@@ -97,9 +97,12 @@ def _from_rank_0(
 ) -> Location | None:
     def read() -> list[bytes]:
         found = look()
-        told = None if found is None else [found.format, found.directory, found.file_name]
-        return [json.dumps(told).encode()]
+        location = None if found is None else [found.format, found.directory, found.file_name]
+        return [json.dumps(location).encode()]
 
     (data,) = group.broadcast(read)
-    told = json.loads(bytes(data))
-    return None if told is None else Location(url, Format(told[0]), told[1], told[2])
+    location = json.loads(bytes(data))
+    if location is None:
+        return None
+    format_name, directory, file_name = location
+    return Location(url, Format(format_name), directory, file_name)

@@ -42,8 +42,8 @@ def open_together(
     """
     if group.size == 1:
         return StoredCheckpoint.open(storage, step, generation)
-    told = group.broadcast(lambda: _encode(_read(storage, step, generation)))
-    return group.run_on_all_ranks(lambda: _of(storage, _decode(told), group))
+    message = group.broadcast(lambda: _encode(_read(storage, step, generation)))
+    return group.run_on_all_ranks(lambda: _of(storage, _decode(message), group))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class FoundCheckpoint:
     storage: Storage
     stored: StoredStep
     group: ControlGroup
-    told: Sequence[memoryview] = ()
+    encoded_metadata: Sequence[memoryview] = ()
     damage: str | None = None
 
     def open(self) -> StoredCheckpoint:
@@ -67,10 +67,12 @@ class FoundCheckpoint:
         """
         if self.damage is not None:
             raise CheckpointDamaged(self.damage)
-        if not self.told:
+        if not self.encoded_metadata:
             return StoredCheckpoint.open(self.storage, self.stored.step, self.stored.generation)
         group = self.group
-        return group.run_on_all_ranks(lambda: _of(self.storage, _decode(self.told), group))
+        return group.run_on_all_ranks(
+            lambda: _of(self.storage, _decode(self.encoded_metadata), group)
+        )
 
 
 def find_together(
@@ -113,10 +115,10 @@ def find_together(
         except CheckpointDamaged as error:
             return [name, str(error).encode()]
 
-    told = group.broadcast(read)
-    if not told:
+    message = group.broadcast(read)
+    if not message:
         return None
-    stored, content = StoredStep(*json.loads(bytes(told[0]))), told[1:]
+    stored, content = StoredStep(*json.loads(bytes(message[0]))), message[1:]
     if len(content) == 1:
         return FoundCheckpoint(storage, stored, group, damage=bytes(content[0]).decode())
     return FoundCheckpoint(storage, stored, group, content)
@@ -138,8 +140,8 @@ def _encode(metadata: StoredMetadata) -> list[bytes]:
     return [head, metadata.manifest, *(metadata.objects[name] for name in names)]
 
 
-def _decode(told: Sequence[memoryview]) -> StoredMetadata:
-    head, manifest, *contents = map(bytes, told)
+def _decode(message: Sequence[memoryview]) -> StoredMetadata:
+    head, manifest, *contents = map(bytes, message)
     step, generation, names = json.loads(head)
     objects = dict(zip(names, contents, strict=True))
     return StoredMetadata(StoredStep(step, generation), manifest, objects)

@@ -157,9 +157,9 @@ def _small_read_nbytes(url: str) -> int:
     return 2**16 if parse_url(url).local_path is not None else 2**20
 
 
-def _tasks(told: Sequence[memoryview]) -> list[ReadTask]:
-    """Return what planners have told this rank to read."""
-    return [ReadTask.from_json(item) for data in told for item in _decode(data)]
+def _tasks(messages: Sequence[memoryview]) -> list[ReadTask]:
+    """Return the read tasks that planners have sent to this rank."""
+    return [ReadTask.from_json(item) for data in messages for item in _decode(data)]
 
 
 def _decode(message: memoryview) -> list[Json]:
@@ -274,13 +274,13 @@ class _Participant:
         Raises:
             Exception: a rank has failed; then all ranks raise.
         """
-        told = self._plan_together(plan)
-        self._attempt(lambda: self._prepare(told), None)
+        tasks = self._plan_together(plan)
+        self._attempt(lambda: self._prepare(tasks), None)
         rounds = (self._take_part_in_round(number) for number in itertools.count())
-        rows = next(told for told in rounds if told is not None)
+        rows = next(last_rows for last_rows in rounds if last_rows is not None)
         if any(row.has_failed for row in rows):
             self._group.run_on_all_ranks(self._raise_error)
-        # On all ranks alike: none is left waiting for one that has raised.
+        # All ranks have the same rows: none is left waiting for one that has raised.
         is_filled = not any(row.is_lacking for row in rows)
         assert is_filled, "every wanted element has a reader, and arrives"
         return RestoreTraffic(
@@ -301,22 +301,22 @@ class _Participant:
             self._missing = [item.box.size if item.box else 0 for item in self._fills]
             return _packed_boxes(self._fills, self._source)
 
-        def tell_planners() -> list[bytes]:
+        def want_messages() -> list[bytes]:
             if listings is None:
                 packed_boxes()
-            return self._tell_planners()
+            return self._want_messages()
 
         if listings is not None:
             listings.get(packed_boxes)
-        wants = self._group.all_to_all(lambda: dict(enumerate(tell_planners())))
-        told = self._group.all_to_all(
-            lambda: dict(enumerate(self._tell_readers(self._groups(wants))))
+        wants = self._group.all_to_all(lambda: dict(enumerate(want_messages())))
+        tasks = self._group.all_to_all(
+            lambda: dict(enumerate(self._task_messages(self._groups(wants))))
         )
         if listings is not None:
-            listings.get(lambda: [(task.unit.key, task.unit.box) for task in _tasks(told)])
-        return told
+            listings.get(lambda: [(task.unit.key, task.unit.box) for task in _tasks(tasks)])
+        return tasks
 
-    def _tell_planners(self) -> list[bytes]:
+    def _want_messages(self) -> list[bytes]:
         """Return the messages with what this rank wants, for each planner.
 
         Before its wants each planner gets the number of this rank's groups that planners before it
@@ -332,32 +332,32 @@ class _Participant:
             for first, items in zip(firsts, wants, strict=False)
         ]
 
-    def _groups(self, told: Sequence[memoryview]) -> list[ReadGroup]:
+    def _groups(self, wants: Sequence[memoryview]) -> list[ReadGroup]:
         """Return the groups that this rank plans."""
-        messages = [_decode(data) for data in told]
+        messages = [_decode(data) for data in wants]
         self._first_group = max(first for first, _ in messages)
-        wants = (
+        wants_by_sender = (
             (sender, Want.from_json(want))
             for sender, (_, items) in enumerate(messages)
             for want in items
         )
-        groups = groups_of(wants, _small_read_nbytes(self._source.storage.url))
+        groups = groups_of(wants_by_sender, _small_read_nbytes(self._source.storage.url))
         self._tensor_nbytes = sum(group.nbytes for group in groups)
         return groups
 
-    def _tell_readers(self, groups: Sequence[ReadGroup]) -> list[bytes]:
+    def _task_messages(self, groups: Sequence[ReadGroup]) -> list[bytes]:
         """Return the messages with what is to be read, for each reader."""
         tasks_by_reader = assign_readers(groups, self._world_size, self._first_group)
         return [
             json.dumps([task.to_json() for task in tasks]).encode() for tasks in tasks_by_reader
         ]
 
-    def _prepare(self, told: Sequence[memoryview]) -> None:
+    def _prepare(self, tasks: Sequence[memoryview]) -> None:
         """Note what this rank reads, and make its tensors and memory ready for it."""
         is_cuda = any(item.tensor.data.is_cuda for item in self._fills)
         self._staging.is_pinned = self._receiving.is_pinned = is_cuda
         self._batches.extend(
-            _batches([_Read.of(task, self._fills, self._rank) for task in _tasks(told)])
+            _batches([_Read.of(task, self._fills, self._rank) for task in _tasks(tasks)])
         )
         for item in self._fills:
             item.zero_rest()
@@ -371,12 +371,12 @@ class _Participant:
         """Offer, accept if what is offered is not small, and send once.
 
         Returns:
-            If it was the last round, which is so on all ranks alike, what each rank has told.
+            Each rank's row if it was the last round, which is so on all ranks or on none.
         """
         nothing: dict[int, list[_Piece]] = {}
         offers = self._attempt(lambda: self._offer(number), nothing)
         offered_nbytes = [_message_nbytes(offers.get(p, [])) for p in range(self._world_size)]
-        told = self._group.exchange_numbers(
+        numbers = self._group.exchange_numbers(
             [
                 _RoundRow(
                     offered_nbytes=nbytes,
@@ -390,7 +390,7 @@ class _Participant:
                 for nbytes in offered_nbytes
             ]
         )
-        rows = [_RoundRow(*row) for row in told]
+        rows = [_RoundRow(*row) for row in numbers]
         # The same on all ranks, as all that is decided by it.
         total_nbytes = sum(row.offered_to_all_nbytes for row in rows)
         if any(row.has_failed for row in rows) or not total_nbytes:

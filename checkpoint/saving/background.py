@@ -1,4 +1,4 @@
-"""Carries out saves beside training: a light thread that waits, and the process that writes.
+"""Saves while training goes on: a light thread waits, and a process writes.
 
 The thread does nothing that holds the GIL for long: it waits for the process's reply and for other
 ranks, and passes on what it gets as bytes.

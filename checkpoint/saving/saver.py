@@ -2,7 +2,7 @@
 
 `Saver.save` returns once this rank's tensors are copied into shared memory, which is kept for the
 next save. One save is in progress at most: the next one waits for it. A save that fails is never
-fatal: its handle has the error, and the next save tells it on all ranks alike. How the ranks commit
+fatal: its handle has the error, and the next save reports it on all ranks. How the ranks commit
 together is in `keepstep.checkpoint.saving.commit`. The thread that commits has a group of gloo of
 its own: its messages and training's would meet in different orders on different ranks.
 
@@ -169,10 +169,10 @@ class Saver:
         )
         assert captured is not None, "all ranks have captured their states"
         self._last = None
-        previous_error = told_failure(agreed.failures)
+        previous_error = report_previous_failure(agreed.failures)
         tensors = agreed.live.tensors
 
-        # The ranks have all planned anew, or none has.
+        # The ranks have all made a new plan, or none has.
         plan = self._plan
         if plan is None or plan.shared is not agreed.plan:
             self._plan = None
@@ -231,20 +231,20 @@ class Saver:
         return self._separate
 
     def finish(self) -> Json:
-        """Wait for the save in progress; return why the last one failed, to be told to all ranks.
+        """Wait for the save in progress; return why the last one failed, to report on all ranks.
 
-        The result is None if it did not, and once the next save has told it.
+        The result is None if it did not, and once the next save has reported it.
         """
         self._background.wait_idle()
         last = self._last
         if last is None or last.error is None:
             return None
         reason = last.error
-        told = reason if isinstance(reason, RankFailed) else f"rank {self._last_rank}: {reason}"
-        return f"step {last.step} was not stored: {told}"
+        cause = reason if isinstance(reason, RankFailed) else f"rank {self._last_rank}: {reason}"
+        return f"step {last.step} was not stored: {cause}"
 
     def forget_failure(self) -> None:
-        """Note that all ranks have been told that the last save has failed on one of them."""
+        """Note that all ranks have reported that the last save has failed on one of them."""
         self._last = self._separate = None
 
     def close(self) -> None:
@@ -339,17 +339,17 @@ class Saver:
         return self._buffer.begin_copy(tensors, plan.entries)
 
 
-def told_failure(failures: Sequence[Json]) -> RankFailed | None:
-    """Return the failure of the last save that all ranks know now, and log it; None if it stands.
+def report_previous_failure(failures: Sequence[Json]) -> RankFailed | None:
+    """Log and return the last save's failure, the same on all ranks; None if it succeeded.
 
     Args:
         failures: what `Saver.finish` returned on each rank.
     """
-    told = next((failure for failure in failures if failure is not None), None)
-    if told is None:
+    first_failure = next((failure for failure in failures if failure is not None), None)
+    if first_failure is None:
         return None
-    log.warning("%s; training goes on, and this save is a new attempt", told)
-    return RankFailed(told)
+    log.warning("%s; training goes on, and this save is a new attempt", first_failure)
+    return RankFailed(first_failure)
 
 
 def _device_of(tensors: Sequence[LiveTensor]) -> torch.device:

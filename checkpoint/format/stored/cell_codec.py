@@ -160,7 +160,7 @@ def _bands(
     """
     if not values.size:
         return
-    rows, beside = cell[0], math.prod(counts[1:])
+    rows, per_row = cell[0], math.prod(counts[1:])
     row_nbytes = values[0].nbytes
     if rows * row_nbytes <= _BAND_NBYTES:
         step = _BAND_NBYTES // (rows * row_nbytes)
@@ -170,13 +170,13 @@ def _bands(
                 values[begin * rows : end * rows],
                 (end - begin, *counts[1:]),
                 cell,
-                into[begin * beside : end * beside],
-                first + begin * beside,
+                into[begin * per_row : end * per_row],
+                first + begin * per_row,
             )
         return
     for place in range(counts[0]):
-        cells = into[place * beside : (place + 1) * beside]
-        number = first + place * beside
+        cells = into[place * per_row : (place + 1) * per_row]
+        number = first + place * per_row
         if rows == 1 and len(cell) > 1:
             # Such as one of a stack of matrices.
             yield from _bands(values[place], counts[1:], cell[1:], cells, number)

@@ -1,7 +1,7 @@
 """Checkpoints in a file system.
 
-A file is written under a temporary name beside its place and renamed into it. Durability comes in
-two steps, because a flush is expensive and one covers many files: bytes go to the device as files
+A file is written under a temporary name in its directory and then renamed. Durability comes in two
+steps, because a flush is expensive and one covers many files: bytes go to the device as files
 are written, and `flush` flushes files and directories, several at a time, so that they share the
 commits of the file system's journal.
 

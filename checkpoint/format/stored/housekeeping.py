@@ -53,9 +53,9 @@ VALUES_DIFFER = "values"
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
-# What writers of checkpoints leave of the objects that they write beside them. Other tools, and
-# conversions to a file, write beside them too.
-_LEFT_BESIDE = re.compile(
+# Unfinished objects that writers of checkpoints leave next to them. Other tools, and conversions to
+# a file, write next to checkpoints too.
+_LEFTOVERS = re.compile(
     rf"(?:{re.escape(NEWEST)}|{re.escape(REMOVED)}|{PROBE_PREFIX}[0-9a-f]{{32}})"
     r"\.[0-9a-f]{12}\.unfinished"
 )
@@ -143,7 +143,7 @@ def remove(storage: Storage, stored: StoredStep, *, now: float) -> None:
 def collect_garbage(storage: Storage, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
     """Delete attempts that no manifest names, and removed checkpoints.
 
-    It also deletes what writers that died have left beside the checkpoints.
+    It also deletes what writers that died have left next to the checkpoints.
 
     A writer may be at work on an attempt. So the first call that finds it notes the time; a later
     one closes it, if nothing was added for `grace_s` seconds; another one deletes it, as long after
@@ -156,7 +156,7 @@ def collect_garbage(storage: Storage, *, now: float, grace_s: float = GRACE_S) -
         grace_s: how long readers and writers may take to finish.
 
     Returns:
-        The directories, and the names of what lay beside them.
+        The directories, and the names of objects next to them.
     """
     names, unfinished = storage.names(), storage.unfinished()
     by_step: dict[StoredStep, list[str]] = defaultdict(list)
@@ -179,24 +179,24 @@ def collect_garbage(storage: Storage, *, now: float, grace_s: float = GRACE_S) -
                 grace_s=grace_s,
             )
             deleted += [directory] if has_deleted else []
-    beside = [name for name in unfinished if _LEFT_BESIDE.fullmatch(name)]
+    leftovers = [name for name in unfinished if _LEFTOVERS.fullmatch(name)]
     noted = [REMOVED] if REMOVED in names else []
 
     def delete_all(names: Sequence[str]) -> None:
         for name in names:
             storage.delete(name)
 
-    if (beside or noted) and _collect(
+    if (leftovers or noted) and _collect(
         storage,
         REMOVED,
-        [*beside, *noted],
+        [*leftovers, *noted],
         is_kept=lambda: False,
         empty=delete_all,
         delete=delete_all,
         now=now,
         grace_s=grace_s,
     ):
-        deleted += beside
+        deleted += leftovers
     return tuple(deleted)
 
 
@@ -291,7 +291,7 @@ def _delete(storage: Storage, stored: StoredStep, directory: str, names: Sequenc
     if directory != stored.directory:
         storage.delete_directory(directory)
     else:
-        # Attempts have directories beside these objects, which are deleted alone.
+        # Attempts have directories next to these objects, which are deleted on their own.
         _delete_in(storage, directory, names)
 
 
@@ -430,7 +430,7 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
 
 
 def differing_documents(first: Mapping[str, Json], second: Mapping[str, Json]) -> tuple[str, ...]:
-    """Return the sorted names of documents that differ, but for those that each save has anew."""
+    """Return the sorted names of documents that differ, except those that every save changes."""
 
     def text(documents: Mapping[str, Json], name: str) -> bytes:
         # As JSON: NaN, the loss of a diverged run, does not equal itself. A document without
@@ -475,7 +475,7 @@ def _values(source: StoredCheckpoint, key: str, box: Box) -> bytes:
 
 
 def metrics_of(source: StoredCheckpoint) -> dict[str, float]:
-    """Return the numbers that were saved beside the tensors, by name."""
+    """Return the numbers that were saved with the tensors, by name."""
     return {
         name: float(value)
         for name, value in source.documents.get("values", {}).items()

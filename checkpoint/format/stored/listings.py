@@ -21,8 +21,8 @@ class ChunkObject:
     """A chunk that is an object of its own.
 
     `checksums` are the crc32c of its cells in C order, 4 bytes each, little endian; a cell beyond
-    the tensor's edge has none. `sizes` are their sizes with their checksums, encoded alike; empty
-    if the cells are not compressed, for all of them then have the same.
+    the tensor's edge has none. `sizes` are their sizes with their checksums, in the same
+    encoding; empty if the cells are not compressed, for all of them then have the same.
     """
 
     name: str

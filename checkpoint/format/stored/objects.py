@@ -233,8 +233,8 @@ class ObjectStorage:
         """Start a request and return its result; start it again if there is none in time.
 
         Requests must be idempotent. TensorStore does not report a request's progress, so a slow
-        request looks like a stalled one. Nor can a transfer be aborted: it continues beside the
-        next one. So the first answer of any of them counts.
+        request looks like a stalled one. Nor can a transfer be aborted: it continues during
+        the next one. So the first answer of any of them counts.
 
         Args:
             start: starts the request and returns its future.

@@ -1,4 +1,4 @@
-"""Parses the URLs of checkpoints and files: every module that opens one reads it alike.
+"""Parses the URLs of checkpoints and files: every module that opens one uses this parser.
 
 Pure. Two URLs that differ never mean one place because a part of one of them was left out: what
 has no meaning in a storage, as a query or a fragment, is refused.

@@ -250,7 +250,7 @@ def contents(
     chunk_parts: Mapping[str, Sequence[int]],
     documents: bytes,
 ) -> dict[str, bytes]:
-    """Return the objects that the manifest lists beside the parts, by name.
+    """Return the objects that the manifest lists in addition to the parts, by name.
 
     Args:
         stored: the checkpoint.
@@ -277,7 +277,7 @@ def commit(
     contents: Mapping[str, bytes],
     required: Sequence[str],
 ) -> None:
-    """Write the objects that the manifest lists beside the parts, then the manifest.
+    """Write the manifest's objects other than the parts, then the manifest.
 
     Args:
         storage: the job's storage.

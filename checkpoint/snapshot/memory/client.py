@@ -1,4 +1,4 @@
-"""Connects to a snapshot server: workers beside it share its memory, ranks elsewhere read bytes."""
+"""Connects to a snapshot server: workers of its node share its memory, other ranks read bytes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class SnapshotClient:
         return bytes(message) if isinstance(reply, PlanBytes) else None
 
     def open(self, snapshot: SnapshotId, rank: int) -> Arena:
-        """Map a sealed shard for reading (only beside the server). The caller closes it."""
+        """Map a sealed shard for reading (only on the server's node). The caller closes it."""
         opened = self._ask(OpenShard(snapshot=snapshot, rank=rank), Opened)
         return self._map(opened.capacity, writable=False)
 
@@ -158,7 +158,7 @@ class SnapshotClient:
     ) -> None:
         """Read boxes of sealed shards, one after the other, into buffers of their sizes.
 
-        With `background` the server sends no faster than it may beside the training.
+        With `background` the server keeps to its rate limit for background traffic.
         """
         request = ReadBoxes(snapshot=snapshot, boxes=tuple(boxes), background=background)
         self._ask(request, BoxBytes, into=lambda _: into)

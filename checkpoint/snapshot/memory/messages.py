@@ -1,6 +1,6 @@
 """Defines the messages of the snapshot server, as its clients and its agent exchange them with it.
 
-Clients are workers beside the server, ranks elsewhere, and the servers of other nodes. Each request
+Clients are workers of the server's node, ranks elsewhere, and other nodes' servers. Each request
 has one reply, in the order of the requests, and any may be `Refused`. Replies whose names end in
 `Bytes` carry their data as the frame's payload.
 

@@ -384,7 +384,7 @@ def _sealed(table: SnapshotTable, key: ShardKey) -> SnapshotTable:
 def _without_surplus(table: SnapshotTable) -> SnapshotTable:
     """Keep two buffers for each rank.
 
-    What was needed beside a pinned snapshot, or to adopt shards, goes back to the system.
+    Memory that was needed in addition to a pinned snapshot, or to adopt shards, is freed.
     """
     ranks = {rank for _, rank in table.shards}
     if not ranks:

@@ -56,8 +56,8 @@ class AgentChannel:
     def reply(self, number: int, result: Callable[[], NodeHoldings | Refused]) -> None:
         """Reply to the request of this number.
 
-        The result is made while nothing else is sent: what an event has told, made by another
-        thread, a reply that follows it must not lack.
+        The result is made while nothing else is sent: a reply that follows an event of another
+        thread must include what the event has reported.
         """
         with self._sending:
             self._send(AgentReply(number=number, result=result()))

@@ -26,7 +26,7 @@ from keepstep.checkpoint.snapshot.parity.erasure import Combination, Row
 from keepstep.checkpoint.snapshot.parity.stripes import Stripes
 from keepstep.transport import Connection, Identity, connect
 
-# As many sources' tiles as fit a core's cache beside the target's.
+# As many sources' tiles as fit a core's cache together with the target's.
 _TILES_NBYTES = 2**20
 _SMALLEST_TILE_NBYTES = 64 * 2**10
 _TILE_ALIGNMENT = 64

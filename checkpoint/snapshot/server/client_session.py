@@ -56,8 +56,8 @@ class ClientSession:
         plan_outbox: has what others need to plan a checkpoint.
         on_sealed: called when the client has sealed a shard of a snapshot, with the ranks of the
             node that had sealed it then.
-        background_rate: returns the bytes per second that this connection may send beside the
-            training; 0 is no limit.
+        background_rate: returns the bytes per second that this connection may send in the
+            background of the training; 0 is no limit.
     """
 
     def __init__(

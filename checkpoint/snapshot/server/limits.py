@@ -1,4 +1,4 @@
-"""Limits how fast work beside the training moves bytes, so that the training's traffic comes first.
+"""Limits how fast background work moves bytes, so that the training's traffic comes first.
 
 A limiter reads no clock and does not sleep: the caller passes the time and waits.
 """

@@ -6,7 +6,7 @@ for others (`plan_outbox`), then reads what they have posted for it:
 
 - boxes: each planner gets those of its tensors, the first one also digests of all documents;
 - chunks: each holder gets from the planners what its ranks write, and from the first one which of
-  its documents are stored: of those that are alike, one rank's;
+  its documents are stored: of equal ones, one rank's;
 - content: the server that publishes gets the planners' tensors, and these documents.
 
 So what a server receives depends little on the number of nodes. What has not changed since the last
@@ -369,7 +369,7 @@ def _planned(
 
 
 def _stored_documents(digests: Mapping[int, Mapping[str, str]]) -> Mapping[int, list[str]]:
-    """Return the names of each rank's documents that no rank after it has alike."""
+    """Return the names of each rank's documents, except those that are equal on a higher rank."""
     ranks = sorted(digests)
     names: dict[int, list[str]] = defaultdict(list)
     for (name, _), position in last_holders([digests[rank] for rank in ranks]).items():

@@ -46,7 +46,7 @@ from keepstep.transport import FileRange, Identity, PeerUnavailable
 _RETRY_S = 0.1
 
 _OBSTACLE_LASTS_S = 10.0
-"""After this long an obstacle is told: what a node's loss puts in the way passes sooner."""
+"""After this long an obstacle is reported: one that a node's loss causes passes sooner."""
 
 # A core reads its share of the memory bus; more threads than these add nothing.
 _CHECKSUM_THREADS = 8
@@ -246,7 +246,7 @@ class Protection:
                 stop.wait(_RETRY_S)
         finally:
             with self._changed:
-                # Not if the same snapshot is protected anew.
+                # Not if the same snapshot is being protected again.
                 if self._pending == snapshot and self._given_up == (snapshot, given_up):
                     self._set_pending(None)
 

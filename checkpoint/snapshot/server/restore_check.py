@@ -153,15 +153,15 @@ class RestoreCheck:
         What is not known to be right is not protected, so nothing wrong is committed; but nothing
         else would be either.
         """
-        is_told = False
+        is_reported = False
         while not stop.is_set():
             try:
                 return self._compare(restored, sealed, stop)
             except SnapshotUnavailable:
                 raise
             except Exception as error:  # noqa: BLE001 - nobody else would learn of it
-                if not is_told:
-                    is_told = True
+                if not is_reported:
+                    is_reported = True
                     log.warning(
                         "what was restored of step %d is not checked yet, trying again: %r",
                         sealed.step,

@@ -88,7 +88,7 @@ class SnapshotMemory:
         self._table = SnapshotTable()
         self._arenas: dict[int, Arena] = {}
         self._shards: dict[tuple[SnapshotId, int], _SealedShard] = {}
-        # The boxes that were read last of each rank, and by key: those of the next are often alike.
+        # The boxes that were read last of each rank, and by key: the next ones are often the same.
         self._read: dict[int, tuple[DecodedIndex, Mapping[str, tuple[Entry, ...]]]] = {}
         # Lost nodes' shards that are to be rebuilt here, and the reason if one of them cannot be.
         self._awaited: dict[tuple[SnapshotId, int], str | None] = {}

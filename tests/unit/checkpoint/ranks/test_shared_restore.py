@@ -210,7 +210,7 @@ def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
 
 @pytest.mark.parametrize("unasked_nbytes", [0, 2**20])
 @pytest.mark.parametrize(
-    "step", ["_groups", "_tell_readers", "_prepare", "_accept", "_pack", "_unpack"]
+    "step", ["_groups", "_task_messages", "_prepare", "_accept", "_pack", "_unpack"]
 )
 def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
     monkeypatch: pytest.MonkeyPatch, step: str, unasked_nbytes: int
