@@ -23,7 +23,6 @@ REMAINING = {
     "tests/integration/command": 3,
     "tests/unit/checkpoint": 107,
     "tests/unit/elastic/agent": 36,
-    "tests/unit/elastic/trainer": 79,
 }
 
 

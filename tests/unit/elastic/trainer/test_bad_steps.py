@@ -87,16 +87,16 @@ def test_only_the_rejected_steps_batch_is_skipped_where_there_is_no_state_to_rol
     judge.resume(10)
     assert [batch for batch in range(100) if judge.is_skipped(batch)] == [11]
     assert judge.newest_step(1) == 11
-    told = judge.take_unreported()
-    assert len(told) == 1
+    reported = judge.take_unreported()
+    assert len(reported) == 1
     judge.resume(5)
     # Ranks that have not come as far still say what was wanted.
     other = StepJudge(BadSteps(roll_back=3))
     wanted = rejected_by(other, 12)
-    for order in ((wanted, *told), (*told, wanted)):
+    for order in ((wanted, *reported), (*reported, wanted)):
         learner = StepJudge(BadSteps(roll_back=3))
         learner.learn(order)
-        assert learner.rejected == told
+        assert learner.rejected == reported
 
 
 def test_batches_of_an_earlier_pass_are_not_skipped() -> None:
@@ -118,9 +118,9 @@ def test_a_step_that_several_ranks_reject_counts_once() -> None:
     judges = [StepJudge(BadSteps(at_most=1)) for _ in range(3)]
     for rank in (2, 1):
         rejected_by(judges[rank], 5, rank=rank)
-    told = [json.loads(json.dumps(judge.to_json())) for judge in judges]
+    states = [json.loads(json.dumps(judge.to_json())) for judge in judges]
     for judge in judges:
-        for content in told:
+        for content in states:
             judge.learn(StepJudge.from_json(content))
         assert [found.rank for found in judge.rejected] == [1]
         assert [found.rank for found in judge.take_unreported()] == [1]

@@ -231,7 +231,7 @@ def test_ranks_learn_what_each_holds_before_a_step_where_the_state_is_restored(
         assert learned_at == [1]
 
 
-def test_monitor_is_told_the_steps_of_the_job_also_after_a_recovery(
+def test_monitor_receives_the_steps_of_the_job_also_after_a_recovery(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shown step is compared with the steps of snapshots and checkpoints."""
@@ -279,7 +279,7 @@ def test_copy_that_is_complete_when_its_generation_is_aborted_is_not_sealed(
         assert running.next_step().completed
 
 
-def test_what_was_compiled_is_compiled_anew_in_the_next_generation(running: Running) -> None:
+def test_what_was_compiled_is_compiled_again_in_the_next_generation(running: Running) -> None:
     """It would find the new process groups by the names of the old ones."""
     compiled_in: list[int] = []
 
@@ -307,7 +307,7 @@ def test_refused_copy_of_a_generation_that_goes_on_is_an_error_of_the_job(
         running.next_step(refusal="memory is short")
 
 
-def test_copy_that_is_refused_before_the_rank_is_told_of_the_abort_ends_the_generation(
+def test_copy_that_is_refused_before_the_rank_learns_of_the_abort_ends_the_generation(
     running: Running,
 ) -> None:
     """The node's server is fenced first. The script failed, and that counted as its own error."""
@@ -321,7 +321,7 @@ def test_copy_that_is_refused_before_the_rank_is_told_of_the_abort_ends_the_gene
         assert running.next_step().completed
 
 
-def test_script_whose_loop_is_over_begins_anew_before_it_enters_another_generation(
+def test_script_whose_loop_is_over_restarts_before_it_enters_another_generation(
     running: Running,
 ) -> None:
     """A rank that is new runs the script's end again: one that went on would wait beyond it."""
@@ -391,7 +391,7 @@ def test_guard_recovers_from_a_lost_peer_and_lets_other_errors_pass(running: Run
 def test_guard_outside_of_a_loop_that_is_entered_without_a_question_is_named_once(
     running: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It cannot be left out in a process that is new, so all begin anew after a recovery."""
+    """It cannot be left out in a process that is new, so all restart after a recovery."""
     with running.job as job:
         for _ in range(2):
             with job.guard():
@@ -432,7 +432,7 @@ def test_guard_that_is_over_is_not_entered_by_a_script_that_has_asked(
             pass
 
 
-def test_guard_with_a_batch_from_before_a_recovery_begins_the_script_anew(
+def test_guard_with_a_batch_from_before_a_recovery_restarts_the_script(
     running: Running,
 ) -> None:
     """Ranks that are new begin the next step meanwhile."""
@@ -455,7 +455,7 @@ def test_step_with_a_batch_from_before_a_recovery_is_refused(running: Running) -
         assert job.world.generation == 2
 
 
-def test_guard_after_the_loop_starts_the_script_anew_if_steps_must_be_computed_again(
+def test_guard_after_the_loop_restarts_the_script_if_steps_must_be_computed_again(
     running: Running,
 ) -> None:
     with running.job as job:
@@ -467,7 +467,7 @@ def test_guard_after_the_loop_starts_the_script_anew_if_steps_must_be_computed_a
             raise PEER_LOST
 
 
-def test_guard_after_a_loop_that_was_left_early_starts_the_script_anew(running: Running) -> None:
+def test_guard_after_a_loop_that_was_left_early_restarts_the_script(running: Running) -> None:
     """The steps since the restored state would be lost, and what is guarded be of an older one."""
     with running.job as job:
         for _ in batches(job):
@@ -741,7 +741,7 @@ def test_job_that_is_started_again_with_another_global_batch_is_refused(
 
 
 def test_pass_that_begins_before_the_last_one_is_over_is_refused(running: Running) -> None:
-    """It began the script anew, which came to the same place again, without an end."""
+    """It restarted the script, which came to the same place again, without an end."""
     with running.job as job:
         for _ in batches(job):
             with pytest.raises(UsageError, match=f"{8 - job.steps} global batches of the pass"):
@@ -763,7 +763,7 @@ def test_pass_whose_last_step_was_completed_before_a_break_is_over(running: Runn
         assert job.steps == 2 * len(SAMPLES)
 
 
-def test_script_whose_state_is_of_an_earlier_pass_begins_anew(
+def test_script_whose_state_is_of_an_earlier_pass_restarts(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resumed = Resumed(Position(3, 3), "memory")
@@ -782,7 +782,7 @@ def test_script_whose_state_is_of_an_earlier_pass_begins_anew(
         train_two_passes()
 
 
-def test_script_that_counted_steps_which_were_undone_begins_anew(
+def test_script_that_counted_steps_which_were_undone_restarts(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next pass begins too early, but it did nothing wrong."""

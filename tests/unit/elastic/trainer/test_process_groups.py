@@ -247,7 +247,7 @@ def test_what_is_compiled_uses_the_groups_of_its_generation() -> None:
 
 
 def test_meshes_made_of_the_worlds_mesh_use_the_groups_of_their_generation() -> None:
-    """`build` makes an experts' mesh beside that of the data by `_unflatten`, and flattens both."""
+    """`build` makes the experts' mesh from that of the data by `_unflatten`, and flattens both."""
     groups = ProcessGroups("cpu")
     for generation in (1, 2, 3):
         with entered(groups, generation) as world:

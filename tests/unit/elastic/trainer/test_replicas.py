@@ -100,16 +100,16 @@ def test_check_holds_nothing_of_a_generation_that_it_has_left() -> None:
 
 
 class TwoRanks:
-    """The messages of two ranks, of which one is told what the other says in its place."""
+    """The messages of two ranks, of which one is real and the other answers by a function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, other: Callable[[Any], Any]) -> None:
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         self._other = other
-        monkeypatch.setattr(ControlGroup, "gather", lambda _, told: self._gather(told))
+        monkeypatch.setattr(ControlGroup, "gather", lambda _, sent: self._gather(sent))
 
-    def _gather(self, told: Any) -> list[Any]:
-        self.told.append(told)
-        return [told, self._other(told)]
+    def _gather(self, sent: Any) -> list[Any]:
+        self.sent.append(sent)
+        return [sent, self._other(sent)]
 
 
 def entered_check(every: int | None = 1) -> ReplicaCheck:
@@ -123,37 +123,37 @@ def test_ranks_that_know_they_share_nothing_do_not_meet_after_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else all of them wait for a new process, whose first optimizer step takes long."""
-    ranks = TwoRanks(monkeypatch, lambda told: f"not {told}")
+    ranks = TwoRanks(monkeypatch, lambda sent: f"not {sent}")
     check = entered_check()
     check.learn_layouts()
-    assert ranks.told == [layout_digest(state())]
+    assert ranks.sent == [layout_digest(state())]
     assert check.run_if_due(8, precedes_snapshot=False) is None
-    assert len(ranks.told) == 1
+    assert len(ranks.sent) == 1
 
 
 def test_the_first_step_of_a_generation_is_compared_also_if_the_layouts_were_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ranks = TwoRanks(monkeypatch, lambda told: told)
+    ranks = TwoRanks(monkeypatch, lambda sent: sent)
     check = entered_check(every=100)
     check.learn_layouts()
     comparison = check.run_if_due(7, precedes_snapshot=False)
     assert comparison is not None
     assert comparison.replicas == 2
-    assert ranks.told == [layout_digest(state()), content_digest(checksums(state()))]
+    assert ranks.sent == [layout_digest(state()), content_digest(checksums(state()))]
     assert check.run_if_due(8, precedes_snapshot=False) is None
     # The next generation has ranks that may hold other parts.
     entered_again = SimpleNamespace(rank=0, mesh=SimpleNamespace(get_all_groups=tuple))
     check.enter(cast(World, entered_again), state)
     assert check.run_if_due(8, precedes_snapshot=False) is not None
-    assert len(ranks.told) == 4
+    assert len(ranks.sent) == 4
 
 
 def test_a_job_that_compares_nothing_learns_no_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = TwoRanks(monkeypatch, lambda told: told)
+    ranks = TwoRanks(monkeypatch, lambda sent: sent)
     check = entered_check(every=None)
     check.learn_layouts()
-    assert ranks.told == []
+    assert ranks.sent == []
 
 
 def test_replicas_report_what_they_hold_to_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_replicas_report_what_they_hold_to_the_monitor(monkeypatch: pytest.Monke
     reported: list[tuple[monitor.Measure, float, object]] = []
     monkeypatch.setattr(monitor, "measure", lambda *values: reported.append(values))
     # The other of two ranks tells what this one does.
-    monkeypatch.setattr(ControlGroup, "gather", lambda _, told: [told, told])
+    monkeypatch.setattr(ControlGroup, "gather", lambda _, sent: [sent, sent])
     tensors = [describe("model/w", torch.arange(4.0))]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

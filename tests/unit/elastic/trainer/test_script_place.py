@@ -1,4 +1,4 @@
-"""Claims about who must begin a script anew, and which guards a process leaves out.
+"""Claims about who must restart a script, and which guards a process leaves out.
 
 `tests/sim/test_scripts.py` proves them together, on whole scripts.
 """
@@ -24,7 +24,7 @@ def test_a_process_in_a_loop_goes_on_at_any_batch_of_the_pass(place: ScriptPlace
     assert [batch for batch in range(9) if place.reason_to_restart(batch)] == [0, 1, 2]
 
 
-def test_a_process_beside_loops_goes_on_at_their_end_only(place: ScriptPlace) -> None:
+def test_a_process_outside_of_loops_goes_on_at_their_end_only(place: ScriptPlace) -> None:
     place.leave_loop()
     assert [batch for batch in range(9) if not place.reason_to_restart(batch)] == [8]
 
@@ -40,7 +40,7 @@ def test_a_guard_is_over_once_a_batch_of_a_later_pass_was_consumed(place: Script
 
 
 @pytest.mark.parametrize("is_left_out", [False, True])
-def test_who_has_passed_a_guard_begins_anew_where_new_ranks_run_it(
+def test_who_has_passed_a_guard_restarts_where_new_ranks_run_it(
     place: ScriptPlace, is_left_out: bool
 ) -> None:
     place.leave_loop()
@@ -59,7 +59,7 @@ def test_guards_in_a_loop_do_not_count_as_passed(place: ScriptPlace) -> None:
     assert not place.reason_to_restart(3)
 
 
-def test_who_ran_a_guard_that_is_never_left_out_begins_anew_wherever_it_is(
+def test_who_ran_a_guard_that_is_never_left_out_restarts_wherever_it_is(
     place: ScriptPlace,
 ) -> None:
     place.leave_loop()

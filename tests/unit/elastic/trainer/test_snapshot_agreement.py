@@ -281,7 +281,7 @@ def test_a_rank_whose_copy_is_torn_waits_for_no_commit_of_it() -> None:
     assert state.before_end(2, is_committed=False) is Final.NOTHING
 
 
-def test_ranks_agree_again_beside_the_optimizer_if_the_commit_was_not_known() -> None:
+def test_ranks_agree_again_during_the_optimizer_if_the_commit_was_not_known() -> None:
     state = Agreement()
     for event in (StepBegan(), Moment.FORWARD_DONE, Reduced(replace(ALL, is_committed=False))):
         state = advance(state, event)

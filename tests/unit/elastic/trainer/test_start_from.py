@@ -144,7 +144,7 @@ def test_a_schedulers_state_is_found_under_the_names_that_tools_give_it(
     assert scheduler_state(documents, number, count, OWN) == expected
 
 
-def test_schedule_that_begins_anew_has_the_rates_of_the_job(tmp_path: Path) -> None:
+def test_schedule_that_starts_over_has_the_rates_of_the_job(tmp_path: Path) -> None:
     before = saved(tmp_path, "of_no_scheduler")
     assert (
         before.optimizers[0].param_groups[0]["lr"] != training().optimizers[0].param_groups[0]["lr"]

@@ -135,7 +135,7 @@ def test_a_job_gives_modules_what_their_state_dict_computes() -> None:
     state = packing()
     held = None
     for history in (b"one", b"seven"):
-        # At every step anew.
+        # New values at every step.
         state.model[0].history = history
         nn.init.normal_(state.model[0].weight)
         held = Held(state.capture(Position(3, 3)))
@@ -313,7 +313,7 @@ def test_position_is_restored_with_the_pass_that_it_is_in() -> None:
 
 
 class Averages:
-    """An average of the weights that a script keeps beside the model, padded as the model is."""
+    """An average of the weights that a script keeps next to the model, padded as the model is."""
 
     def __init__(self, rows: int) -> None:
         self.weight = torch.rand(rows, 2)
@@ -397,7 +397,7 @@ def test_extra_object_whose_tensors_a_new_process_would_not_have_is_refused_at_a
 
 
 @pytest.mark.parametrize(("names", "lost"), [((), "a"), (("a",), "b")])
-def test_tensors_of_a_snapshot_that_an_extra_object_has_no_place_for_are_told(
+def test_tensors_of_a_snapshot_that_an_extra_object_has_no_place_for_are_reported(
     names: tuple[str, ...], lost: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They may have their place on another rank, so that none can tell by itself."""
@@ -422,7 +422,7 @@ def test_extra_object_of_a_rank_or_stage_has_names_of_its_own() -> None:
     shadowing(Shadow("shared"), is_stage=True).restore_from(held, seed=2)
 
 
-def test_extra_objects_that_are_new_or_gone_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_extra_objects_that_are_new_or_gone_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     held = Held(shadowing(Shadow("a")).capture(Position(3, 3)))
     training().restore_from(held, seed=2)
     assert "extra object 'ema': in the checkpoint, and not in State.extra" in caplog.text
@@ -452,14 +452,14 @@ def scheduled(count: int) -> TrainingState:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (0, 1), (1, 0)])
 def test_a_checkpoint_with_other_schedulers_is_refused(before: int, after: int) -> None:
-    """Else a schedule would begin anew in the middle of a run, or be lost."""
+    """Else a schedule would start over in the middle of a run, or be lost."""
     held = Held(scheduled(before).capture(Position(3, 3)))
     with pytest.raises(LayoutMismatch, match=f"state of {before} schedulers.* job has {after}"):
         scheduled(after).restore_from(held, seed=2)
     scheduled(before).restore_from(held, seed=2)
 
 
-def test_schedulers_of_another_kind_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_schedulers_of_another_kind_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     before = scheduled(1)
     held = Held(before.capture(Position(3, 3)))
     held.documents["trainer"]["schedulers"][0]["max_lr"] = 1.0
