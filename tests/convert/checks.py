@@ -100,7 +100,7 @@ def assert_equal(actual: object, expected: object, where: str = "") -> None:
         assert isinstance(actual, Mapping), f"{where}: {type(actual).__name__}, not a mapping"
         missing, more = set(expected) - set(actual), set(actual) - set(expected)
         assert not missing, f"{where} lacks {sorted(map(str, missing))[:5]}"
-        assert not more, f"{where} has {sorted(map(str, more))[:5]} beside what is expected"
+        assert not more, f"{where} has {sorted(map(str, more))[:5]} besides what is expected"
         for key, value in expected.items():
             assert_equal(actual[key], value, f"{where}/{key}")
     elif isinstance(expected, list | tuple):

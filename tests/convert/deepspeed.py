@@ -170,7 +170,7 @@ def free_port() -> int:
 def start(run: Run, out: Path, **task: Any) -> dict[str, torch.Tensor]:
     """Run the ranks, and return what the first one has noted."""
     arguments = (run, free_port(), {**task, "out": str(out)})
-    # To load DeepSpeed in each rank anew would take most of the time.
+    # Loading DeepSpeed again in each rank would take most of the time.
     mp.start_processes(train, args=arguments, nprocs=run.ranks, start_method="fork")
     noted: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return noted

@@ -1,7 +1,7 @@
 """Megatron-Core itself loads what is written for it: the same logits, and the same next step.
 
 A run trains three steps, is saved by Megatron, and goes on with a fourth. What keepstep makes of
-the saved files is loaded into models and optimizers made anew, whose logits and fourth step must be
+the saved files is loaded into models and new optimizers, whose logits and fourth step must be
 the run's, bit for bit, on as many ranks; and nearly on other numbers of ranks. Megatron runs on
 CPUs here, over gloo.
 """

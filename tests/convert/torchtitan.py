@@ -1,6 +1,6 @@
 """torchtitan's checkpoints, written by its own manager from its own models and optimizers.
 
-Of each model: what is read, bit for bit; the presets beside torchtitan's own conversion to Hugging
+Of each model: what is read, bit for bit; the presets against torchtitan's own conversion to Hugging
 Face's names and back; and models that take what keepstep made of Hugging Face's files. Gradients
 are random numbers: torchtitan's attention needs a GPU's compiler, and no check needs its results.
 

@@ -5,7 +5,7 @@ transformers 5.23.0, accelerate 1.15.0 and peft 0.21.2, and torch 2.13, on CPUs)
 
     python -m tests.foreign_fixtures.make_hugging_face tests/foreign_fixtures
 
-Beside every checkpoint is `expected.pt`: the live state that it was made of, under the names that
+Next to every checkpoint is `expected.pt`: the live state that it was made of, under the names that
 keepstep has for it. `names.json` has the configuration, and the names and shapes on file and of the
 live module, of a model of every family that has a preset.
 """

@@ -57,7 +57,7 @@ def patch() -> None:
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states_but_steps(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        # Torch's Adam, unlike Apex's, has a step beside the tensors, which is loaded before: one
+        # Torch's Adam, unlike Apex's, has a step next to the tensors, which is loaded before: one
         # tensor of all parameters, which each would count up.
         group, place = self.model_param_group_index_map[parameter]
         own = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
