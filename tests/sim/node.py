@@ -314,7 +314,10 @@ class Node:
             self._start_server()
             self._update(warm=True)
         if self.record.phase is NodePhase.DRAINED and self.record.generation:
+            # A restored job may be behind what this node has entered. Production's workers then wait
+            # for a generation that nobody opens; see docs/limits.md. Here they begin again.
             self.drained_generation = self.record.generation
+            self.worker_generation = min(self.worker_generation, self.record.generation)
 
     def _renew(self, now_s: float) -> None:
         """Take the answer to a renewal, or ask for one; answers may be slow."""

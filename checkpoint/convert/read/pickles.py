@@ -152,6 +152,10 @@ class _InertUnpickler(pickle.Unpickler):
 
     def _call(self, name: str, args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
         if not keywords:
+            match args:
+                # Old protocols name a class within a class so.
+                case (Global() as owner, str(attribute)) if name == "builtins.getattr":
+                    return self.find_class(owner.name, attribute)
             # An object's class may be named by the first argument of a function that makes it.
             if name in ("copyreg.__newobj__", "copyreg._reconstructor") and args:
                 if not isinstance(args[0], Global):
