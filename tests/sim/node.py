@@ -314,8 +314,8 @@ class Node:
             self._start_server()
             self._update(warm=True)
         if self.record.phase is NodePhase.DRAINED and self.record.generation:
-            # A restored job may be behind what this node has entered. Production's workers then wait
-            # for a generation that nobody opens; see docs/limits.md. Here they begin again.
+            # A restored job may be behind this node. In production its workers then wait for a
+            # generation that nobody opens (docs/limits.md); here they take part again.
             self.drained_generation = self.record.generation
             self.worker_generation = min(self.worker_generation, self.record.generation)
 
