@@ -1,8 +1,8 @@
 """Holds every private name of PyTorch in use, so that a new release means one file to read.
 
-A private name may change in any release. All of them work with the versions of `SEEN_IN`, and
-`tests/unit/test_torch_internals.py` uses each in the PyTorch that is installed; it also finds
-private names that are used elsewhere. Names that stand in files of other tools, such as
+A private name may change in any release. `tests/unit/test_torch_internals.py` uses each in the
+PyTorch that is installed, which is to be one of `SEEN_IN`, and finds private names that are used
+elsewhere. Names that stand in files of other tools, such as
 `torch._utils._rebuild_tensor_v2` in pickles, are data and not listed here.
 
 Modules that take long to import are imported by the functions that need them.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.parameter import Parameter
 
-SEEN_IN = ("2.11", "2.13")
-"""Versions of PyTorch with which these names were tried."""
+SEEN_IN = ("2.13",)
+"""Versions of PyTorch in which all of these names were tried."""
 
 # --- tensors and modules
 

@@ -151,14 +151,8 @@ def count(tree: Path) -> Counts:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Return the Python files below a folder; links to the other packages are not followed."""
-    return sorted(
-        path
-        for path in folder.rglob("*.py")
-        if not any(parent.is_symlink() for parent in path.relative_to(folder).parents)
-        and not any((folder / parent).is_symlink() for parent in path.relative_to(folder).parents)
-        and not path.is_symlink()
-    )
+    """Return the Python files below a folder; links to folders are not followed."""
+    return sorted(folder.rglob("*.py"))
 
 
 def lines_of(path: Path) -> int:

@@ -40,10 +40,9 @@ class LocalNode:
     @property
     def state(self) -> NodeState:
         """The state from which the next action is decided."""
-        group, record = self.worker_group, self.membership.record
+        group = self.worker_group
         return NodeState(
-            record=record,
-            server=record.server,
+            record=self.membership.record,
             workers=Workers(
                 generation=group.generation,
                 present=bool(group.workers),

@@ -55,7 +55,6 @@ class NodeState:
 
     Attributes:
         record: what it has announced of itself, or will next.
-        server: the address of its snapshot server.
         workers: its workers.
         drained: the newest generation that is over here; 0: none.
         ordered: the newest generation whose workers were ordered to abort; 0: none.
@@ -63,7 +62,6 @@ class NodeState:
     """
 
     record: NodeRecord
-    server: str
     workers: Workers = field(default_factory=Workers)
     drained: int = 0
     ordered: int = 0
@@ -177,7 +175,7 @@ def followed(state: NodeState, view: View) -> Generation | None:
     if generation is None or generation.generation < state.entered:
         return None
     place = generation.member(state.record.node)
-    return None if place is not None and place.server != state.server else generation
+    return None if place is not None and place.server != state.record.server else generation
 
 
 def due_restarts(state: NodeState, view: View) -> tuple[RestartRequest, ...]:

@@ -134,10 +134,6 @@ class TrainingState:
         self._config = checked_config(state.config)
         self._state_reader = LiveStateReader(state.model, self.optimizers, state.descriptions)
 
-    def buffer_keys(self) -> set[str]:
-        """Return the keys of the model's buffers."""
-        return set(self._buffers)
-
     def parameter_names(self) -> set[str]:
         """Return the names of the model's parameters, without those of wrappers."""
         return ModelParameters(self.model).all_names()

@@ -668,7 +668,6 @@ class Node:
         )
         return NodeState(
             record=self.record,
-            server=self.server,
             workers=workers,
             drained=self.drained_generation,
             ordered=self.ordered_generation,

@@ -36,6 +36,11 @@ def group() -> Iterator[dist.ProcessGroup]:
         torch_internals.reset_group_count()
 
 
+def test_the_installed_version_is_one_that_the_names_were_tried_in() -> None:
+    """A new release: run this file with it, then add it."""
+    assert ".".join(torch.__version__.split(".")[:2]) in torch_internals.SEEN_IN
+
+
 def test_modules_show_their_own_dictionaries() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     inner = module[0]

@@ -8,7 +8,7 @@ its gradients in each stage, which may round differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.checkpoint.convert.read.deepspeed_cuts import UniversalInfo, universal_info
@@ -55,9 +55,6 @@ from keepstep.checkpoint.format.layout.source import TensorSpec
 _DIMENSIONS = "checkpoint_parallel_dimensions"
 _BY_PARAMETER = (MASTERS, SCALARS, TIED)
 """Documents with an entry for each parameter, which ranks and stages have of their own."""
-
-ShardMerges = Callable[[Sequence[Mapping[str, TensorSpec]]], Mapping[str, ShardMerge]]
-"""Returns how each tensor of the model and the optimizer consists of those of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

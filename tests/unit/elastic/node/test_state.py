@@ -47,11 +47,11 @@ OTHER = Member("b", "h", 2, 0, "h:2", "tcp:b")
 GENERATION = Generation(3, (MEMBER,), "h", 5, "start")
 VIEW = View(generation=GENERATION)
 CLOSING = Closing(3, "a leaves", False, 60.0)
-ABORTING = Closing(3, "rank 0 failed", True, 60.0, is_unexplained=False)
+ABORTING = Closing(3, "rank 0 failed", True, 60.0)
 PAUSE = Pause("by a person", 60.0)
 
 WORKERS = Workers(generation=3, present=True, running=True)
-RUNNING = NodeState(record=RECORD, server="tcp:a", workers=WORKERS)
+RUNNING = NodeState(record=RECORD, workers=WORKERS)
 STATES = {
     "WAITING": replace(RUNNING, workers=Workers(generation=3)),
     "STARTING, RUNNING": RUNNING,
@@ -209,6 +209,6 @@ def test_workers_are_restarted_only_once_the_leader_closes_for_them() -> None:
     assert due_restarts(RUNNING, view) == ()
     closing = replace(view, closing=CLOSING)
     assert due_restarts(RUNNING, closing) == (request,)
-    assert due_restarts(replace(RUNNING, server="tcp:new"), closing) == ()
+    assert due_restarts(replace(RUNNING, record=replace(RECORD, server="tcp:new")), closing) == ()
     ahead = replace(closing, generation=NEXT, closing=replace(CLOSING, generation=4))
     assert due_restarts(RUNNING, ahead) == ()
