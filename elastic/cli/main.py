@@ -88,7 +88,14 @@ _SECRET_FILE = click.option(
 )
 
 
-@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@main.command(
+    context_settings={
+        "ignore_unknown_options": False,
+        "allow_interspersed_args": False,
+        # As torchrun has it: each option's default is in PET_<OPTION>, such as PET_NNODES.
+        "auto_envvar_prefix": "PET",
+    }
+)
 @_torch_option("--nnodes", default="1:1", show_default=True, help="Number of nodes: N or MIN:MAX.")
 @_torch_option(
     "--nproc-per-node",
@@ -273,7 +280,10 @@ _SECRET_FILE = click.option(
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(**options: Any) -> None:
-    """Run SCRIPT on this node as part of an elastic job, as torchrun would."""
+    """Run SCRIPT on this node as part of an elastic job, as torchrun would.
+
+    The variable PET_OPTION, such as PET_NNODES, has the default of an option.
+    """
     # Imported here, so that other commands do not load the coordinator's client.
     from keepstep.elastic.cli.launch import launch
 
