@@ -176,20 +176,16 @@ class ForeignFiles:
             CheckpointMissing: the listing has no such file, whatever path the name may lead along.
             CheckpointDamaged: it is a link that leads out of the folder.
         """
-        full_name = self._full_name(name)
+        full_name = self.check_name(name)
         return ForeignFile(self.storage, full_name, self.storage.size(full_name))
 
-    def file_of_size(self, name: str, nbytes: int) -> ForeignFile:
-        """Return a file of which something else tells the size; it is not asked for.
+    def check_name(self, name: str) -> str:
+        """Return a file's name in the storage, once it is shown to be one of the folder.
 
         Raises:
-            CheckpointMissing: the listing has no such file.
+            CheckpointMissing: the listing has no such file, whatever path the name may lead along.
             CheckpointDamaged: it is a link that leads out of the folder.
         """
-        return ForeignFile(self.storage, self._full_name(name), nbytes)
-
-    def _full_name(self, name: str) -> str:
-        """Return a file's name in the storage, once it is shown to be one of the folder."""
         if name not in self._known:
             raise CheckpointMissing(
                 f"{self.url}: there is no file {name!r}, which the checkpoint needs; copy all of "
@@ -199,6 +195,15 @@ class ForeignFiles:
         if isinstance(self.storage, FileStorage) and not self.is_named:
             _check_link(self.storage.root, full_name)
         return full_name
+
+    def check_links(self) -> None:
+        """Refuse a folder with a link out of it, before another library opens its files by names.
+
+        Raises:
+            CheckpointDamaged: there is one.
+        """
+        for name in self.names:
+            self.check_name(name)
 
     def read(self, name: str, most_nbytes: int = _READ_AT_ONCE_NBYTES) -> bytes:
         """Return a small file's bytes.

@@ -19,7 +19,7 @@ from keepstep.checkpoint.convert.read.contents import Contents, step_of
 from keepstep.checkpoint.convert.read.files import ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.hugging_face import read_json_object
-from keepstep.checkpoint.convert.read.orbax_ocdbt import MANIFEST
+from keepstep.checkpoint.convert.read.orbax_arrays import MANIFEST
 from keepstep.checkpoint.convert.read.orbax_tree import METADATA, STRINGS, Leaf, OrbaxTree, Path
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, whole
 from keepstep.checkpoint.format.layout.boxes import Box, Json

@@ -65,12 +65,14 @@ class ObjectStorage:
         store: TensorStore's key-value store.
         request_timeout_s: see above.
         s3: where the objects are in S3; None in other stores.
+        context: TensorStore's resources, for stores over this one.
     """
 
     url: str
     store: Any
     request_timeout_s: float = _REQUEST_TIMEOUT_S
     s3: S3Location | None = None
+    context: Any = None
 
     def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
@@ -83,7 +85,7 @@ class ObjectStorage:
         """See `Storage.read_into`."""
         end = offset + sum(buffer.nbytes for buffer in buffers)
         try:
-            result = self._wait(
+            result = self.wait(
                 lambda: self.store.read(name, byte_range=slice(offset, end)), end - offset
             )
         except ValueError as error:
@@ -225,11 +227,11 @@ class ObjectStorage:
 
     def _request(self, operation: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
         try:
-            return self._wait(start, nbytes)
+            return self.wait(start, nbytes)
         except (ValueError, OSError) as error:
             raise self._translate_error(operation, error) from error
 
-    def _wait(self, start: Callable[[], Any], nbytes: int) -> Any:
+    def wait(self, start: Callable[[], Any], nbytes: int) -> Any:
         """Start a request and return its result; start it again if there is none in time.
 
         Requests must be idempotent. TensorStore does not report a request's progress, so a slow
@@ -269,7 +271,7 @@ class ObjectStorage:
 
     def _translate_error(self, operation: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.url}: could not {operation}: {_reason(error)}; check "
+            f"{self.url}: could not {operation}: {reason_of(error)}; check "
             f"{_SETTINGS[self.url.partition('://')[0]]}"
         )
 
@@ -290,16 +292,18 @@ def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:
             region=specification.get("aws_region"),
             has_keys="aws_credentials" in specification,
         )
-        context = tensorstore.Context({"s3_request_retries": _RETRIES})
+        # Stores over this one have its context, and need the credentials, too.
+        shared = {name: specification[name] for name in ("aws_credentials",) if s3.has_keys}
+        context = tensorstore.Context({"s3_request_retries": _RETRIES, **shared})
     if specification["driver"] == "gcs":
         context = tensorstore.Context({"gcs_request_retries": _RETRIES})
     try:
         store = tensorstore.KvStore.open(specification, context=context).result()
     except (ValueError, OSError) as error:
         raise CheckpointError(
-            f"{url}: cannot be opened: {_reason(error)}; check the URL"
+            f"{url}: cannot be opened: {reason_of(error)}; check the URL"
         ) from error
-    return ObjectStorage(url, store, s3=s3)
+    return ObjectStorage(url, store, s3=s3, context=context)
 
 
 def _probes(last: int, beyond: int) -> list[int]:
@@ -319,6 +323,6 @@ def _range(prefix: str) -> Any:
     return tensorstore.KvStore.KeyRange(prefix, end)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return TensorStore's message without its source locations."""
     return str(error).partition("\n")[0].partition(" [")[0]

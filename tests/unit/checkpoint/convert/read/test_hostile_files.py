@@ -142,7 +142,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         orbax(shape=[2**30, 2**30], chunks=[1, 1]), "CheckpointMissing .*a/.zarray",
     ),
     "an absurd chunk": (
-        orbax(shape=[2**50, 1], chunks=[2**50, 1]), "CheckpointDamaged .*a/0.0.*cannot be in",
+        orbax(shape=[2**50, 1], chunks=[2**50, 1]), "CheckpointDamaged .*a/.zarray.*cannot be in",
     ),
 }  # fmt: skip
 
@@ -155,7 +155,7 @@ from tests.fuzz.guard import Guard, limit_addresses
 place = Path(sys.argv[1])
 from tests.opened_checkpoints import open_foreign
 from tests.fuzz.cases import read_all
-from numcodecs import zstd
+import tensorstore
 import encodings.cp437
 from keepstep.checkpoint.errors import CheckpointError
 
