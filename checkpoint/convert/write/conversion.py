@@ -13,7 +13,7 @@ from keepstep.checkpoint.convert.read.deepspeed_files import DEEPSPEED
 from keepstep.checkpoint.convert.read.files import ForeignFiles
 from keepstep.checkpoint.convert.read.opening import files_of
 from keepstep.checkpoint.convert.write.opened import Opened
-from keepstep.checkpoint.convert.write.parallel import run_in_processes
+from keepstep.checkpoint.convert.write.parallel import Start, run_in_processes
 from keepstep.checkpoint.convert.write.request import ConversionRequest, seen_in
 from keepstep.checkpoint.convert.write.safetensors_target import (
     model_left_out,
@@ -28,7 +28,6 @@ from keepstep.checkpoint.convert.write.universal import (
     run_here,
     write_universal,
 )
-from keepstep.checkpoint.convert.write.worker_messages import Start
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.documents import (
@@ -225,7 +224,6 @@ def _write_universal(
         run = run_here(parts, report)
         if workers > 1 and request is not None:
             start = Start(
-                parent=0,
                 request=request,
                 seen=seen_in(chosen),
                 url=url,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Self
+from dataclasses import dataclass
 
 from keepstep.checkpoint.convert.read.megatron_settings import MEGATRON
 from keepstep.checkpoint.convert.write.opened import (
@@ -19,7 +18,7 @@ from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.documents import CONFIG
-from keepstep.checkpoint.format.layout.location import Format, Location
+from keepstep.checkpoint.format.layout.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +79,6 @@ class ConversionRequest:
     def spelling(self) -> Json:
         """Return as JSON what of the request decides how tensors are called and laid out."""
         return [self.parameter_names, self.keeps_wrappers, self.rules, self.config]
-
-    def encode(self) -> Json:
-        """Return the request as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, encoded: Json) -> Self:
-        """Return the request that `encode` made this of."""
-        location = {**encoded["location"], "format": Format(encoded["location"]["format"])}
-        names = encoded["parameter_names"]
-        return cls(**{
-            **encoded,
-            "location": Location(**location),
-            "parameter_names": None if names is None else tuple(names),
-        })  # fmt: skip
 
 
 def configuration(opened: Opened, given: Mapping[str, Json] | None) -> Mapping[str, Json]:
