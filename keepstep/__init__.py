@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         StoreUnavailable,
         UsageError,
     )
+    from keepstep.elastic.trainer.attach import attach
+    from keepstep.elastic.trainer.attached import Attached
     from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep
     from keepstep.elastic.trainer.events import (
         Callbacks,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
+    "Attached": "keepstep.elastic.trainer.attached",
     "BadSteps": "keepstep.elastic.trainer.bad_steps",
     "Callbacks": "keepstep.elastic.trainer.events",
     "CheckpointStored": "keepstep.elastic.trainer.events",
@@ -79,10 +82,12 @@ _HOMES = {
     "StoreUnavailable": "keepstep.elastic.errors",
     "UsageError": "keepstep.elastic.errors",
     "World": "keepstep.elastic.trainer.process_groups",
+    "attach": "keepstep.elastic.trainer.attach",
     "join": "keepstep.elastic.trainer.join",
 }
 
 __all__ = [
+    "Attached",
     "BadSteps",
     "Callbacks",
     "CheckpointStored",
@@ -114,6 +119,7 @@ __all__ = [
     "StoreUnavailable",
     "UsageError",
     "World",
+    "attach",
     "checkpoint",
     "join",
     "monitor",

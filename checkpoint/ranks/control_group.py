@@ -96,6 +96,14 @@ class ControlGroup:
         """This process's number among the ranks."""
         return 0 if self.collectives is None else int(self.collectives.rank())
 
+    def begin_minimum(self, values: torch.Tensor) -> dist.Work | None:
+        """Begin to replace values by the least of each over all ranks; wait for the result."""
+        if self.collectives is None:
+            return None
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast(Any, dist.ReduceOp.MIN)  # The stubs have another class.
+        return cast(dist.Work, self.collectives.allreduce([values], options))
+
     def run_on_all_ranks(self, act: Callable[[], Result]) -> Result:
         """Run a function on every rank; if it fails on any rank, all ranks raise.
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from keepstep.checkpoint.format.layout.retention import Retention
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
@@ -44,6 +44,7 @@ from keepstep.elastic.worker.messages import (
     Failed,
     Finishing,
     GenerationReport,
+    ImportModules,
     Joined,
     Ready,
     ReplicasCompared,
@@ -110,9 +111,11 @@ class WorkerGroup:
         self._fork_server = fork_server
         self._idle: list[Worker] = []
         self._warm_up_failures = 0
-        self._stopping: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._unkillable: JobFailed | None = None
         self._is_draining = False
+        self._restarts_script = False
+        self._modules: tuple[str, ...] = ()
         self._entered_s = self._joined_s = 0.0
         self._phases = PhaseReports()
         self._snapshot_intervals: dict[int, SnapshotIntervalChosen] = {}
@@ -239,7 +242,9 @@ class WorkerGroup:
         """Start spare processes until there are as many as configured, once the workers run."""
         has_warmed_up = self._warm_up_failures < _MAX_WARM_UP_FAILURES
         if self.running and has_warmed_up and not self.finishing:
-            while len(self._idle) < self._spares:
+            # Where each recovery runs the script again, each worker's successor waits warm.
+            wanted = max(self._spares, self._size) if self._restarts_script else self._spares
+            while len(self._idle) < wanted:
                 self._idle.append(self._start())
 
     async def enter(
@@ -388,7 +393,7 @@ class WorkerGroup:
         workers = [*self.workers.values(), *self._idle]
         self.workers, self._idle = {}, []
         await _stop_all(workers, grace_s)
-        await asyncio.gather(*self._stopping)
+        await asyncio.gather(*self._tasks)
 
     def forget(self) -> None:
         """Begin again, for a job in which the node has taken no part; after `stop`."""
@@ -410,6 +415,11 @@ class WorkerGroup:
         return Worker.start(
             self._command, self._environment, self._on_worker_event, self._fork_server
         )
+
+    def _import_modules(self, worker: Worker) -> None:
+        """Let an idle worker import what the script will, so that the job need not wait for it."""
+        if self._modules and worker.is_warm and worker in self._idle:
+            self._run_soon(worker.send(ImportModules(modules=self._modules)))
 
     async def _begin_drain(self, *, abort: bool) -> None:
         for worker in self.workers.values():
@@ -454,9 +464,12 @@ class WorkerGroup:
         ]
 
     def _end_soon(self, worker: Worker, grace_s: float) -> None:
-        task = asyncio.create_task(self._end(worker, grace_s))
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        self._run_soon(self._end(worker, grace_s))
+
+    def _run_soon(self, action: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(action)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _end(self, worker: Worker, grace_s: float) -> None:
         try:
@@ -480,6 +493,7 @@ class WorkerGroup:
             case Warm():
                 self._warm_up_failures = 0
                 worker.is_warm = True
+                self._import_modules(worker)
             case Joined():
                 worker.has_joined = True
                 self._joined_s = time.monotonic()
@@ -491,6 +505,11 @@ class WorkerGroup:
                 self.max_ranks = message.max_ranks
                 self.fitting_ranks = message.fitting_ranks
                 self.awaits_abort_order = message.awaits_abort_order
+                self._restarts_script = message.restarts_script
+                if message.modules:
+                    self._modules = message.modules
+                    for idle in self._idle:
+                        self._import_modules(idle)
                 if self._is_draining:
                     # It is being ended as a script that does not report; that goes on.
                     log.debug("rank %s joined while its generation drains", worker.rank)
@@ -506,8 +525,11 @@ class WorkerGroup:
                 worker.asks_replacement = True
                 kind = FailureKind.RESTART if message.is_for_script else FailureKind.PEER
                 self._record_failure(kind, f"rank {worker.rank} starts over: {reason}")
-            case Drained():
+            case Drained(ends=ends):
                 worker.has_drained = True
+                # Its exit is no failure, and it enters no other generation.
+                worker.asks_replacement |= ends
+                worker.is_ending |= ends
             case Broken(error=error):
                 self._record_failure(FailureKind.PEER, f"rank {worker.rank}: {error}")
             case ReplicasCompared(comparison=comparison):

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 from typing import Literal, get_args
 
-from keepstep.checkpoint.format.layout.retention import Retention
-from keepstep.checkpoint.format.stored.chunking import Compression, check_compression
+from keepstep.checkpoint.format.stored.chunking import Compression
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.devices import DeviceType, device_type
 from keepstep.elastic.trainer.events import Callbacks
 from keepstep.elastic.trainer.job import Job
+from keepstep.elastic.trainer.job_options import JobOptions
 from keepstep.elastic.trainer.mesh_rule import Mesh, MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups
 from keepstep.elastic.trainer.replicas import OnDivergence
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker.device_environment import set_device_variables
-from keepstep.elastic.worker.messages import Joined
 from keepstep.elastic.worker.script_signals import leave_notices_to_agent
 from keepstep.elastic.worker.session import current
-from keepstep.elastic.worker.unmanaged_session import UnmanagedSession, unmanaged_session
-
-log = logging.getLogger("keepstep")
+from keepstep.elastic.worker.unmanaged_session import announced_unmanaged_session
 
 _NO_CALLBACKS = Callbacks()
 
@@ -107,25 +102,22 @@ def join(
         UsageError: an argument is invalid.
         DeviceUnavailable: GPUs are to be used, and PyTorch cannot use them.
     """
-    for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
-        if every is not None and not _is_interval(every):
-            raise UsageError(f'{name}={every!r}: give the number of steps, at least 1, or "auto"')
     if compare_replicas_every is not None and compare_replicas_every < 1:
         raise UsageError(f"compare_replicas_every={compare_replicas_every!r}: give at least 1")
-    if not -(2**63) <= seed < 2**64:
-        raise UsageError(f"seed={seed!r}: give a number from -2**63 to 2**64 - 1, as torch takes")
     if on_divergence not in get_args(OnDivergence):
         choices = ", ".join(map(repr, get_args(OnDivergence)))
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
-    if checkpoint_every is not None and checkpoint is None:
-        raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
-    retention = _retention(keep_last, keep_every, on_bad_step, has_url=checkpoint is not None)
-    try:
-        check_compression(checkpoint_compression)
-    except ValueError as error:
-        raise UsageError(f"checkpoint_{error}") from error
-    session = current() or _unmanaged_session(checkpoint)
-    checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
+    options = JobOptions(
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        checkpoint_compression=checkpoint_compression,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        snapshot_every=snapshot_every,
+        seed=seed,
+        roll_back=on_bad_step.roll_back if on_bad_step is not None else 0,
+    )
+    session = current() or announced_unmanaged_session(checkpoint)
     rule = MeshRule(mesh)
     limits = rule.limits()
     kind = device_type(device, backend)
@@ -134,18 +126,7 @@ def join(
     groups = ProcessGroups(kind, backend)
     if session.is_managed:
         leave_notices_to_agent()
-    session.report(
-        Joined(
-            checkpoint_url=checkpoint,
-            checkpoint_every=checkpoint_interval,
-            checkpoint_compression=checkpoint_compression,
-            checkpoint_retention=retention,
-            rank_multiple=limits.multiple,
-            max_ranks=limits.most,
-            fitting_ranks=limits.fitting,
-            awaits_abort_order=groups.awaits_abort_order,
-        )
-    )
+    session.report(options.joined(limits, awaits_abort_order=groups.awaits_abort_order))
     return Job(
         session=session,
         groups=groups,
@@ -153,7 +134,7 @@ def join(
         mesh=rule,
         checkpoint=checkpoint,
         start_from=StartFrom.of(start_from),
-        snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
+        snapshot_every=options.snapshot_interval,
         # NumPy's numbers overflow where Python's grow.
         seed=operator.index(seed),
         compare_replicas_every=compare_replicas_every,
@@ -161,47 +142,3 @@ def join(
         on_bad_step=on_bad_step,
         callbacks=callbacks,
     )
-
-
-def _retention(
-    last: int | None, every: int | None, on_bad_step: BadSteps | None, *, has_url: bool
-) -> Retention | None:
-    """Return which checkpoints are kept; None for all.
-
-    Raises:
-        UsageError: a number is none, or says nothing.
-    """
-    for name, number in (("keep_last", last), ("keep_every", every)):
-        if number is None:
-            continue
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UsageError(f"{name}={number!r}: give a number, at least 1, or None")
-        if not has_url:
-            raise UsageError(f"{name} needs checkpoint=URL, the place to store checkpoints in")
-    if last is None:
-        if every is not None:
-            raise UsageError(
-                "keep_every says what else stays of what keep_last=N removes; give keep_last, too"
-            )
-        return None
-    behind = on_bad_step.roll_back if on_bad_step is not None else 0
-    return Retention(last=last, every=every, behind=behind)
-
-
-def _unmanaged_session(checkpoint: str | None) -> UnmanagedSession:
-    """Return a session for a process that was started otherwise, and say so once."""
-    session = unmanaged_session()
-    if session.rank == 0:
-        stores = " What is stored is read, and no checkpoint is stored." if checkpoint else ""
-        log.warning(
-            "keepstep: `keepstep run` has not started this process: the job runs on %d rank%s "
-            "without recovery, snapshots and elasticity.%s",
-            session.world_size,
-            "" if session.world_size == 1 else "s, as torchrun has started them,",
-            stores,
-        )
-    return session
-
-
-def _is_interval(every: object) -> bool:
-    return every == "auto" or (isinstance(every, int) and every >= 1)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from keepstep import monitor
 from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.live.copier import Snapshotter
-from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
+from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.trainer.snapshot_agreement import (
@@ -56,6 +56,7 @@ class SnapshotManager:
         assignment: the generation. Without a snapshot server in it nothing is copied.
         session: with the agent.
         interval: how often a snapshot is wanted.
+        ranks: all ranks of the generation; None: those of the default group.
         step: the step that the state was restored at.
         copies_synchronously: training waits for each copy from the beginning.
     """
@@ -68,13 +69,14 @@ class SnapshotManager:
         assignment: Assignment,
         session: Session,
         interval: SnapshotInterval,
+        ranks: ControlGroup | None = None,
         step: int = 0,
         copies_synchronously: bool = False,
     ) -> None:
         self._training = training
         self._generation = assignment.generation
         self._session = session
-        self._ranks = CONTROL_GROUPS.of()
+        self._ranks = ranks or CONTROL_GROUPS.of()
         self._snapshot_interval = interval
         self._blocked_s = 0.0
         self._completed_step = step
@@ -234,11 +236,7 @@ class SnapshotManager:
             is_closing=self._session.is_closing(self._generation),
         )
         values = torch.tensor([int(vote) for vote in astuple(votes)])
-        work = (
-            dist.all_reduce(values, dist.ReduceOp.MIN, async_op=True)
-            if dist.get_world_size() > 1
-            else None
-        )
+        work = self._ranks.begin_minimum(values) if self._ranks.size > 1 else None
         self._reduction = (values, work)
 
     def _receive_result(self) -> None:
@@ -289,7 +287,7 @@ class SnapshotManager:
             if not self._agreement.copies_synchronously:
                 log.warning(
                     "%s: from now on training waits while state is copied. To avoid this, write to "
-                    "the state only inside `with job.step()`",
+                    "the state only inside `with job.step()`, or before `step_done()`",
                     changed,
                 )
             self._apply(Moment.COPY_TORN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Box, Json
@@ -91,6 +92,8 @@ class TrainingState:
         rank: this worker's.
         data_share: data-parallel rank, and number of data-parallel ranks.
         is_stage: other ranks have other parameters, as those of other stages of a pipeline.
+        schedulers: those that are made already; None: `State.scheduler` makes them.
+        seeds_new_job: whether a job that has nothing to resume from gets generators of its own.
     """
 
     def __init__(
@@ -101,8 +104,12 @@ class TrainingState:
         data_share: tuple[int, int] = (0, 1),
         *,
         is_stage: bool = False,
+        schedulers: Sequence[LRScheduler] | None = None,
+        seeds_new_job: bool = True,
     ) -> None:
         self._rank = rank
+        self._world_size = CONTROL_GROUPS.of().size
+        self._seeds_new_job = seeds_new_job
         self._data_share = data_share
         self._is_stage = is_stage
         self._extra = state.extra
@@ -111,7 +118,10 @@ class TrainingState:
         self._was_meta = _materialize(state.model, device)
         optimizers = state.optimizer(state.model.parameters())
         self.optimizers = _as_optimizers(optimizers)
-        self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
+        if schedulers is None:
+            make = state.scheduler
+            schedulers = tuple(map(make, self.optimizers)) if make is not None else ()
+        self.schedulers = tuple(schedulers)
         # What cannot be stored is refused now, not at the first snapshot.
         for optimizer in self.optimizers:
             parameters_of(optimizer)
@@ -151,7 +161,8 @@ class TrainingState:
                 "the model is on the meta device and there is nothing to resume from; "
                 "give State(initialize=...) that fills its parameters"
             )
-        self._seed_randomness(seed, 0)
+        if self._seeds_new_job:
+            self._seed_randomness(seed, 0)
         return Position()
 
     def start_from(self, start: StartFrom, seed: int) -> tuple[Position, str]:
@@ -173,7 +184,8 @@ class TrainingState:
                 for parameter in self.model.parameters():
                     parameter.zero_()
         begun = begin_from(start, self.model, self.optimizers, self.schedulers, self._descriptions)
-        self._seed_randomness(seed, begun.step)
+        if self._seeds_new_job:
+            self._seed_randomness(seed, begun.step)
         return Position(begun.step), begun.source
 
     def restore_from(self, source: Source, seed: int) -> Position:
@@ -307,6 +319,15 @@ class TrainingState:
         """Make the next `capture` check for tensors whose memory was replaced."""
         self._state_reader.invalidate_if_moved()
 
+    def generators(self) -> Mapping[str, torch.Tensor]:
+        """Return the states of the global generators of torch and NumPy, by name."""
+        return _generator_states()
+
+    def set_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set the global generators to states that `generators` returned."""
+        for name, state in states.items():
+            _SET_STATE[name](state)
+
     def replicable(self) -> list[LiveTensor]:
         """Return the tensors that are equal on all replicas: parameters and optimizer state.
 
@@ -371,7 +392,7 @@ class TrainingState:
         if rank == 0:
             documents[PROVENANCE] = provenance(
                 self.model.parameters(),
-                world_size=CONTROL_GROUPS.of().size,
+                world_size=self._world_size,
                 now=datetime.now(UTC),
             )
         return LiveState((*tensors, *_generators(rank, _generator_states())), documents)

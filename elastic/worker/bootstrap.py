@@ -36,6 +36,7 @@ from keepstep.elastic.worker.script_failure import (
     show,
     without_launcher,
 )
+from keepstep.elastic.worker.script_modules import import_modules
 from keepstep.elastic.worker.session import Session, open_session
 from keepstep.log_format import log_to_stderr_unless_configured
 from keepstep.notices import leave_notices, restore_notices
@@ -70,6 +71,8 @@ def main() -> None:
     session = open_session()
     session.script = Path(command.target).name
     session.report(Warm())
+    while modules := session.wait_for_start():
+        import_modules(modules)
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())
     if outputs:
@@ -80,6 +83,7 @@ def main() -> None:
             os.environ.update(telemetry.environment(assignment))
         os.execvp(command.target, [command.target, *command.arguments])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    session.own_modules = frozenset(sys.modules)
     if is_recorded:
         telemetry.attach(assignment)
     _run(session, command)
@@ -167,20 +171,37 @@ def _run(session: Session, command: Command) -> None:
         else:
             # Absolute, so that `__file__` stays right when the script changes its directory.
             runpy.run_path(os.path.abspath(command.target), run_name="__main__")
+        session.end_script()
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if stop.code is not None and not isinstance(stop.code, int):
             with suppress(Exception):  # The script may have closed it.
                 print(stop.code, file=sys.stderr)
+        if status == 0:
+            _end_script(session)
         # Before its peers report their broken collectives.
         session.report(Exiting(status=status, place=sendable(line_of(without_launcher(stop)))))
         _end(status)
     except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
-        error = without_launcher(error)
-        show(error)
-        # At once: exit handlers may take long.
-        session.report(failure_of(error))
-        _end(1)
+        _fail(session, error)
+
+
+def _end_script(session: Session) -> None:
+    """Do what a script that ends by `sys.exit(0)` leaves to its end."""
+    try:
+        session.end_script()
+    except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
+        _fail(session, error)
+
+
+def _fail(session: Session, error: BaseException) -> NoReturn:
+    """Report an exception that ends the script, and end the process."""
+    session.end_script_by(error)
+    error = without_launcher(error)
+    show(error)
+    # At once: exit handlers may take long.
+    session.report(failure_of(error))
+    _end(1)
 
 
 if __name__ == "__main__":

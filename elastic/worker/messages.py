@@ -137,6 +137,8 @@ class Joined(Message, frozen=True, kw_only=True):
         fitting_ranks: which multiples up to that fit, as `RankLimits.fitting` has them; empty: all.
         awaits_abort_order: an aborted collective may leave garbage without an exception, so that
             nobody aborts before all snapshot servers refuse what it leaves.
+        restarts_script: the worker ends with each generation, and another one runs the script.
+        modules: of installed packages, which the script has imported, for those that come after.
     """
 
     checkpoint_url: str | None
@@ -147,6 +149,8 @@ class Joined(Message, frozen=True, kw_only=True):
     max_ranks: int = 0
     fitting_ranks: str = ""
     awaits_abort_order: bool = False
+    restarts_script: bool = False
+    modules: tuple[str, ...] = ()
 
 
 class Finishing(Message, frozen=True, kw_only=True):
@@ -240,7 +244,12 @@ class ReplicasCompared(GenerationReport, frozen=True, kw_only=True):
 
 
 class Drained(GenerationReport, frozen=True, kw_only=True):
-    """The worker will write nothing more in the generation."""
+    """The worker will write nothing more in the generation.
+
+    With `ends` its process ends next, and another one takes its place.
+    """
+
+    ends: bool = False
 
 
 class Broken(GenerationReport, frozen=True, kw_only=True):
@@ -254,6 +263,12 @@ class SnapshotIntervalChosen(GenerationReport, frozen=True, kw_only=True):
 
     every: int
     cost_s: float
+
+
+class ImportModules(Message, frozen=True, kw_only=True):
+    """An idle worker imports modules that the script needs, while it waits for its place."""
+
+    modules: tuple[str, ...]
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -331,7 +346,7 @@ class Stop(Message, frozen=True):
 
 
 AgentMessage: TypeAlias = (
-    Assign | CloseGeneration | AbortOrdered | SnapshotCommitted | Stored | Stop
+    ImportModules | Assign | CloseGeneration | AbortOrdered | SnapshotCommitted | Stored | Stop
 )
 """Messages that an agent sends."""
 
@@ -354,7 +369,7 @@ PROTOCOL = Protocol(
         SnapshotIntervalChosen,
     ),
     replies=Codec[AgentMessage](
-        Assign, CloseGeneration, AbortOrdered, SnapshotCommitted, Stored, Stop
+        ImportModules, Assign, CloseGeneration, AbortOrdered, SnapshotCommitted, Stored, Stop
     ),
 )
 """Spoken over the socket pair; the worker is the client."""

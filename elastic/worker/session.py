@@ -29,8 +29,10 @@ from keepstep.elastic.worker.messages import (
     Assign,
     Assignment,
     CloseGeneration,
+    Drained,
     Exiting,
     Failed,
+    ImportModules,
     Joined,
     RestartRequested,
     SnapshotCommitted,
@@ -65,6 +67,7 @@ class Session:
     Attributes:
         is_managed: an agent has started this process, and replaces lost ones.
         script: what the worker runs, for people.
+        own_modules: names of the modules that were imported before the script ran.
     """
 
     is_managed = True
@@ -80,6 +83,8 @@ class Session:
         self._socket = _identity(descriptor)
         self._has_joined = False
         self.script = ""
+        self.own_modules: frozenset[str] = frozenset()
+        self._to_import: tuple[str, ...] = ()
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._board = board
@@ -93,6 +98,8 @@ class Session:
         self._store: TCPStore | None = None
         self._abort: Callable[[], None] | None = None
         self._awaits_order = False
+        self._at_script_end: Callable[[], None] | None = None
+        self._at_script_error: Callable[[BaseException], None] | None = None
         self._thread = threading.Thread(
             target=self._receive_all, name="keepstep-agent-connection", daemon=True
         )
@@ -121,9 +128,42 @@ class Session:
         except PeerUnavailable:
             os._exit(EXIT_AGENT_GONE)
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the script has joined the job, or attached its objects."""
+        return self._has_joined
+
+    def at_script_end(self, act: Callable[[], None]) -> None:
+        """Set the function to call once the script has run to its end."""
+        self._at_script_end = act
+
+    def at_script_error(self, act: Callable[[BaseException], None]) -> None:
+        """Set the function to call with an exception that the script has not caught."""
+        self._at_script_error = act
+
+    def end_script(self) -> None:
+        """Do what remains to be done once the script has run to its end."""
+        if self._at_script_end is not None:
+            self._at_script_end()
+
+    def end_script_by(self, error: BaseException) -> None:
+        """Do what remains to be done after an exception that the script has not caught.
+
+        It does not return if the end of the generation has caused the exception.
+        """
+        if self._at_script_error is not None:
+            self._at_script_error(error)
+
     def progress(self, generation: int, step: int) -> None:
         """Record in shared memory that `step` steps are completed."""
         self._board.write(generation, step)
+
+    def wait_for_start(self) -> tuple[str, ...]:
+        """Block until this worker is assigned, or has modules to import meanwhile; return them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._assignment is not None or bool(self._to_import))
+            modules, self._to_import = self._to_import, ()
+            return () if self._assignment is not None else modules
 
     def wait_for_assignment(self, newer_than: int) -> Assignment:
         """Block until this worker is assigned to a generation above `newer_than`; return it."""
@@ -257,6 +297,14 @@ class Session:
         self.report(RestartRequested(reason=sendable(reason), is_for_script=True))
         self._end_for_another()
 
+    def end_for_successor(self, generation: int) -> NoReturn:
+        """End this process with its generation, so that another one runs the script in the next.
+
+        Any thread may call it.
+        """
+        self.report(Drained(generation=generation, ends=True))
+        self._end_for_another()
+
     def _end_for_another(self) -> NoReturn:
         flush_output()
         os._exit(EXIT_REPLACE)
@@ -299,6 +347,8 @@ class Session:
                     self._stored, self._rolled_back = Stored(step=-1, generation=0), None
                     if serves_store:
                         self._serve_store(assignment, self._connection.take_descriptor())
+                case ImportModules(modules=modules):
+                    self._to_import = modules
                 case CloseGeneration(generation=generation, aborts=aborts):
                     self._closing_generation = max(self._closing_generation, generation)
                     if aborts:

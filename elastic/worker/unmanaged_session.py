@@ -7,6 +7,7 @@ torchrun, which restarts it as it does any other.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -16,6 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker.messages import Assignment, WorkerMessage
 from keepstep.elastic.worker.session import Session
+
+log = logging.getLogger("keepstep")
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _NEEDS_RUN = "start the script with `keepstep run --nproc-per-node N SCRIPT`"
@@ -27,11 +30,12 @@ class UnmanagedSession(Session):
     Args:
         environment: where torchrun names this process's place; without its variables the process is
             the only rank.
+        has_groups: the script has made its process groups, and needs no store for them.
     """
 
     is_managed = False
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, has_groups: bool = False) -> None:
         if all(name in environment for name in _TORCHRUN):
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
             local_rank = int(environment["LOCAL_RANK"])
@@ -43,7 +47,9 @@ class UnmanagedSession(Session):
             host, port, serves = "127.0.0.1", 0, True
         # Kept: it is served for as long as the process groups live.
         self._served = (
-            TCPStore(host, port, is_master=True, wait_for_workers=False) if serves else None
+            TCPStore(host, port, is_master=True, wait_for_workers=False)
+            if serves and not has_groups
+            else None
         )
         attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._place = Assignment(
@@ -137,6 +143,10 @@ class UnmanagedSession(Session):
     def on_abort(self, abort: Callable[[], None] | None, *, awaits_order: bool) -> None:
         """Nobody orders an abort."""
 
+    def end_for_successor(self, generation: int) -> NoReturn:
+        """Raise UsageError: nobody replaces this process."""
+        raise UsageError(f"the job's only generation is over; {_NEEDS_RUN}")
+
     def exit_for_replacement(self, reason: str, *, is_fault: bool = False) -> NoReturn:
         """Raise UsageError: nobody replaces this process."""
         raise UsageError(f"{reason}; {_NEEDS_RUN}")
@@ -146,6 +156,23 @@ class UnmanagedSession(Session):
         raise UsageError(f"{reason}; {_NEEDS_RUN}")
 
 
-def unmanaged_session() -> UnmanagedSession:
-    """Return a session for this process, by its environment."""
-    return UnmanagedSession(os.environ)
+def announced_unmanaged_session(
+    checkpoint: str | None, *, has_groups: bool = False
+) -> UnmanagedSession:
+    """Return a session for this process, by its environment, and say once what that means.
+
+    Args:
+        checkpoint: the URL that the script gave to store checkpoints under, if any.
+        has_groups: as for `UnmanagedSession`.
+    """
+    session = UnmanagedSession(os.environ, has_groups=has_groups)
+    if session.rank == 0:
+        stores = " What is stored is read, and no checkpoint is stored." if checkpoint else ""
+        log.warning(
+            "keepstep: `keepstep run` has not started this process: the job runs on %d rank%s "
+            "without recovery, snapshots and elasticity.%s",
+            session.world_size,
+            "" if session.world_size == 1 else "s, as torchrun has started them,",
+            stores,
+        )
+    return session

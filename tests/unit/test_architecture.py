@@ -218,6 +218,7 @@ PURE = (
     "elastic.data.order",
     "elastic.data.partitions",
     "elastic.data.position",
+    "elastic.data.rank_batches",
     "elastic.trainer.bad_steps",
     "elastic.trainer.events",
     "elastic.trainer.script_place",
@@ -260,12 +261,13 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError",
+        "Attached", "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable",
+        "ElasticError",
         "GenerationEntered", "Guard", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
         "MicroBatch", "Mixture", "Packed", "PackedRow", "ProcessUnusable", "Recovered",
         "RejectedStep", "ReplicasDiverged", "ShardedStream", "Shuffled", "SnapshotCommitted",
         "SplitStream", "StartFrom", "State", "Stateful", "Step", "StepRejected",
-        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
+        "StoreUnavailable", "UsageError", "World", "attach", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
@@ -293,13 +295,14 @@ LIGHT = {
         "keepstep.monitor.daemon.assembly",
     ),
     ("etcd3", "google.protobuf"): (
-        "keepstep.elastic.trainer.join", "keepstep.elastic.worker.bootstrap"
+        "keepstep.elastic.trainer.attach", "keepstep.elastic.trainer.join",
+        "keepstep.elastic.worker.bootstrap",
     ),
     ("keepstep.checkpoint.convert",): (
         "keepstep.checkpoint.api", "keepstep.checkpoint.dcp",
         "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.snapshot.server.server",
-        "keepstep.elastic.agent.agent", "keepstep.elastic.trainer.join",
-        "keepstep.elastic.worker.bootstrap",
+        "keepstep.elastic.agent.agent", "keepstep.elastic.trainer.attach",
+        "keepstep.elastic.trainer.join", "keepstep.elastic.worker.bootstrap",
     ),
 }  # fmt: skip
 """Modules that must not be loaded by importing others."""

@@ -17,6 +17,7 @@ from tests.integration.job.example_runs import run_with_a_killed_worker
         ("compiled.py", 60, ("--width", "32", "--layers", "1", "--backend", "aot_eager")),
         ("accumulation.py", 40, ("--width", "32", "--global-batch", "4", "--micro-batch", "1")),
         ("distillation.py", 150, ()),
+        ("attach.py", 192, ()),
     ],
 )
 def test_example_loses_a_worker_and_goes_on_learning(

@@ -385,6 +385,50 @@ raise ValueError("where it waited")
     play(scenario())
 
 
+def test_worker_that_ends_with_its_generation_is_replaced_by_one_that_waited_for_it(
+    tmp_path: Path,
+) -> None:
+    """Its end is no failure; its successor has imported what the script imports."""
+    code = """
+session.report(
+    Joined(
+        checkpoint_url=None,
+        checkpoint_every=None,
+        restarts_script=True,
+        modules=("wave", "no_such_module"),
+    )
+)
+session.report(Ready(generation=assignment.generation, at_s=0.0))
+from keepstep.elastic.worker.messages import Stepped
+session.report(Stepped(generation=assignment.generation, at_s=0.0))
+import sys
+if assignment.generation == 2:
+    assert "wave" in sys.modules
+    time.sleep(600)
+session.wait_for_closing(1)
+session.end_for_successor(1)
+"""
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code), 1) as group:
+            first = group.workers[0]
+            await group.until(lambda: group.running)
+            group.start_spares()
+            await group.until(lambda: group.warm)
+            successor = group._idle[0]
+            while not await group.drain(abort=False, limit_s=60.0):
+                await group.until(lambda: first.has_drained)
+            await group.until(lambda: not first.is_alive)
+            assert first.code == EXIT_REPLACE
+            assert group.failure is None
+            await group.enter(places(2, 1))
+            assert group.workers[0] is successor
+            await group.until(lambda: group.running)
+            assert group.failure is None
+
+    play(scenario())
+
+
 def test_worker_that_waits_where_no_abort_ends_it_is_killed_before_one_that_aborts(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,394 @@
+"""Protects the live objects of a training loop that is not keepstep's own: `attach`'s result.
+
+It takes the same snapshots as `Job`, by the same agreement, for one generation alone. When that
+ends, so does the process: its successor runs the script from its first line and restores.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from keepstep import monitor
+from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
+from keepstep.checkpoint.ranks.control_group import ControlGroup
+from keepstep.elastic.data.data_pass import DataPass
+from keepstep.elastic.data.datasets import Dataset, Source, Stream
+from keepstep.elastic.data.order import DataOrder
+from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.rank_batches import RankBatches
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.trainer.restorer import Restorer
+from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
+from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
+from keepstep.elastic.trainer.start_from import StartFrom
+from keepstep.elastic.trainer.training_state import TrainingState
+from keepstep.elastic.worker.messages import (
+    Assignment,
+    Broken,
+    Finishing,
+    Restored,
+    SnapshotIntervalChosen,
+    Stepped,
+)
+from keepstep.elastic.worker.peer_failure import is_peer_failure, text_of
+from keepstep.elastic.worker.session import Session, wall_clock_s
+
+log = logging.getLogger("keepstep")
+
+T = TypeVar("T")
+_FENCED_S = 2.0
+"""How long a node may refuse copies before its ranks learn that the generation closes."""
+
+
+class Attached:
+    """The protected objects of one process, from `attach` until `finish`, or its generation's end.
+
+    Args:
+        session: with the agent.
+        assignment: this process's place in its only generation.
+        training: the objects.
+        ranks: all ranks, on connections of their own.
+        device: where the model is.
+        checkpoint: the URL that the job stores to, if any.
+        start_from: what a new job begins from, if anything.
+        snapshot_every: steps between snapshots, or automatic.
+        seed: of the order of data.
+        share: data-parallel rank, and number of data-parallel ranks.
+        awaits_abort_order: an aborted collective may return garbage.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        assignment: Assignment,
+        training: TrainingState,
+        ranks: ControlGroup,
+        device: torch.device,
+        checkpoint: str | None,
+        start_from: StartFrom | None,
+        snapshot_every: int,
+        seed: int,
+        share: tuple[int, int],
+        awaits_abort_order: bool,
+    ) -> None:
+        self._session = session
+        self._assignment = assignment
+        self._training = training
+        self._ranks = ranks
+        self._device = device
+        self._checkpoint = checkpoint
+        self._start_from = start_from
+        self._seed = seed
+        self._share = share
+        self._awaits_abort_order = awaits_abort_order
+        self._position = Position()
+        self._interval = SnapshotInterval(snapshot_every, assignment.failures_per_s)
+        self._snapshots: SnapshotManager | None = None
+        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._is_finished = False
+        self._has_stepped = False
+        self._hands_over = False
+        self._generators: tuple[Any, Mapping[str, torch.Tensor]] | None = None
+        self._passes, self._passes_end = 0, 0
+        self._data: DataPass[Any] | None = None
+        self.source = ""
+        """Where the state came from; "start" if there was nothing to restore."""
+        if session.is_managed:
+            session.on_abort(self._end_process, awaits_order=awaits_abort_order)
+            session.at_script_end(self.finish)
+            session.at_script_error(self._end_if_lost)
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps completed since training began."""
+        return self._position.step
+
+    def restore(self) -> int:
+        """Fill the objects with the job's newest state, and return its number of steps.
+
+        From memory, else from storage, else from `start_from`; else they stay as they are, and the
+        result is 0. Generators of random numbers are restored, too: here, and again by the model's
+        first forward pass in training mode, so that what a loop draws to find its place in the data
+        changes nothing. All ranks call it once, before the loop.
+
+        Raises:
+            UsageError: it was called before.
+            CheckpointError: the state does not fit these objects, or no checkpoint can be read.
+        """
+        if self._snapshots is not None:
+            raise UsageError("restore() was called before: call it once, before the loop")
+        resumed = Restorer(
+            training=self._training,
+            assignment=self._assignment,
+            checkpoint=self._checkpoint,
+            start_from=self._start_from,
+            seed=self._seed,
+            ranks=self._ranks,
+        ).resume()
+        generation, step = self._assignment.generation, resumed.position.step
+        self._position, self.source = resumed.position, resumed.source
+        if not resumed.begins:
+            self._generators = random.getstate(), self._training.generators()
+        if resumed.loaded is not None:
+            self._session.roll_back(generation, step)
+        self._session.progress(generation, step)
+        self._session.report(
+            Restored(
+                generation=generation,
+                at_s=wall_clock_s(),
+                source=resumed.source,
+                step=step,
+                loaded=resumed.loaded if self._assignment.rank == 0 else None,
+            )
+        )
+        self._snapshots = SnapshotManager(
+            training=self._training,
+            device=self._device,
+            assignment=self._assignment,
+            session=self._session,
+            interval=self._interval,
+            ranks=self._ranks,
+            step=step,
+        )
+        # After the manager's hooks: the process may end here.
+        self._hooks = (
+            self._training.model.register_forward_pre_hook(self._before_forward),
+            *(
+                optimizer.register_step_pre_hook(lambda *_: self._before_write())
+                for optimizer in self._training.optimizers
+            ),
+        )
+        if step > 0:
+            # Until then it depends on what is left of the old groups.
+            self._snapshots.snapshot(self._position)
+        self._begin_step()
+        return step
+
+    def step_done(self, batches: int = 1) -> None:
+        """Note that a step is completed: optimizers and schedulers have written all that it writes.
+
+        All ranks call it after each step. The copy of the state then runs during the next forward
+        and backward pass; the optimizer's next step waits for its end.
+
+        If the job goes on with other ranks, the process ends when the model begins the next step.
+
+        Args:
+            batches: global batches that the step has consumed, of `batches` or `batch_sampler`.
+
+        Raises:
+            UsageError: `restore` was not called, or `finish` was.
+        """
+        snapshots = self._opened()
+        position = self._position
+        self._position = replace(position, step=position.step + 1, batch=position.batch + batches)
+        self._session.progress(self._assignment.generation, self.steps)
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._report_first_step()
+        monitor.end_step()
+        takes_snapshot = snapshots.complete_step(self._position)
+        if takes_snapshot:
+            snapshots.take_agreed(self._located())
+        self._hands_over = snapshots.is_ending
+        chosen = self._interval.notable_change()
+        if chosen is not None:
+            every, cost_s = chosen
+            self._session.report(
+                SnapshotIntervalChosen(
+                    generation=self._assignment.generation, every=every, cost_s=cost_s
+                )
+            )
+        if not self._hands_over:
+            self._begin_step()
+
+    def finish(self) -> None:
+        """Wait until the last step is safe, and stored if `checkpoint` is given.
+
+        All ranks call it after the loop, or leave it to the end of the script, where keepstep
+        calls it. Afterwards the objects are not protected any more.
+        """
+        if self._is_finished:
+            return
+        snapshots = self._opened()
+        self._before_write()
+        generation, final = self._assignment.generation, self._position
+        monitor.end_step()
+        with monitor.phase(monitor.Phase.CHECKPOINT):
+            if final.step > 0 and not snapshots.commit_final_snapshot(
+                self._located(), partial(self._session.wait_for_commit, generation=generation)
+            ):
+                self._end_process()
+            self._session.report(Finishing(step=final.step))
+            stores = self._checkpoint is not None and final.step > 0
+            if stores and not self._session.wait_for_stored(final.step, generation):
+                self._end_process()
+        self._is_finished = True
+        for hook in self._hooks:
+            hook.remove()
+        snapshots.close()
+
+    def batches(
+        self,
+        dataset: Dataset[T] | Stream[T] | Source[T],
+        global_batch: int,
+        *,
+        micro_batch: int | None = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        shuffle: bool = True,
+        collate: Callable[[list[T]], Any] | None = None,
+        workers: int = 0,
+        loader_options: Mapping[str, Any] | None = None,
+    ) -> Iterator[Any]:
+        """Yield this rank's share of each global batch, from the restored position on.
+
+        As `Job.batches`: the samples and their order are the same for any number of ranks. Call
+        `step_done` once for each batch. In a script that calls it once per epoch, passes that were
+        completed before yield nothing.
+
+        Raises:
+            UsageError: as `Job.batches` raises.
+        """
+        data: DataPass[Any] = DataPass(
+            self._passes,
+            self._passes_end,
+            self._seed,
+            dataset,
+            global_batch,
+            micro_batch=micro_batch,
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            collate=collate,
+            workers=workers,
+            loader_options=loader_options,
+        )
+        self._begin_pass(data.begin, data.end)
+        data.check_continues(self._position)
+        self._data = data
+        if self._position.batch >= data.end:
+            return
+        for batch in data.from_position(self._position, *self._share):
+            before = self._position
+            yield batch
+            if self._position.batch == before.batch:
+                # The loop has skipped this batch.
+                self._position = replace(before, batch=before.batch + 1)
+
+    def batch_sampler(
+        self, samples: int, global_batch: int, *, epochs: int = 1, shuffle: bool = True
+    ) -> RankBatches:
+        """Return a batch sampler for torch's DataLoader: this rank's share of each global batch.
+
+        The order is that of `batches`, the same for any number of ranks. Each iteration goes on
+        from the position, to the end of the epoch that it is in; after the last epoch it yields
+        nothing. So a loop over epochs, and over the loader in it, resumes where the state is.
+
+        Args:
+            samples: the dataset's length.
+            global_batch: samples per step over all ranks.
+            epochs: number of passes through the dataset.
+            shuffle: permute each epoch by `seed`.
+
+        Raises:
+            UsageError: the batch is larger than the dataset, or smaller than the number of
+                data-parallel ranks.
+        """
+        order = DataOrder(
+            samples, global_batch, seed=self._seed, shuffle=shuffle, pass_number=self._passes
+        )
+        begin = self._passes_end
+        self._begin_pass(begin, begin + epochs * order.steps_per_epoch)
+        return RankBatches(order, epochs, lambda: self._position.batch - begin, *self._share)
+
+    def _begin_pass(self, begin: int, end: int) -> None:
+        if self._position.batch < begin:
+            raise UsageError(
+                f"{begin - self._position.batch} global batches of the pass before are left: call "
+                "step_done() once for each batch, and read one pass at a time"
+            )
+        self._passes, self._passes_end = self._passes + 1, end
+
+    def _opened(self) -> SnapshotManager:
+        if self._snapshots is None:
+            raise UsageError("call restore() after keepstep.attach, before the loop")
+        if self._is_finished:
+            raise UsageError("finish() was called: no step follows it")
+        return self._snapshots
+
+    def _begin_step(self) -> None:
+        assert self._snapshots is not None, "only after `restore`"
+        self._snapshots.begin_step()
+        monitor.begin_step(self.steps + 1)
+
+    def _report_first_step(self) -> None:
+        self._session.report(Stepped(generation=self._assignment.generation, at_s=wall_clock_s()))
+
+    def _located(self) -> Position:
+        return self._data.located(self._position) if self._data else self._position
+
+    def _before_forward(self, model: torch.nn.Module, _: Any) -> None:
+        # A graph that is compiled whole has no place for this; the optimizers have.
+        if not model.training or torch.compiler.is_compiling():
+            return
+        self._before_write()
+        if self._generators is not None:
+            (python, tensors), self._generators = self._generators, None
+            random.setstate(python)
+            self._training.set_generators(tensors)
+
+    def _before_write(self) -> None:
+        """End the process if its generation is over; the script has done what follows a step."""
+        if self._hands_over:
+            self._hand_over()
+
+    def _hand_over(self) -> NoReturn:
+        """Seal the state for the processes that go on with it, and end this one."""
+        generation = self._assignment.generation
+        assert self._snapshots is not None, "only after `restore`"
+        try:
+            self._snapshots.seal_before_closing(
+                self._located(),
+                lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
+            )
+        except (RuntimeError, SnapshotUnavailable) as broken:
+            self._end_after(broken)
+        self._end_process()
+
+    def _end_if_lost(self, error: BaseException) -> None:
+        """End the process if the end of its generation has caused an error of the script."""
+        if self._is_from_generation_end(error):
+            self._end_after(error)
+
+    def _is_from_generation_end(self, error: BaseException) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        generation = self._assignment.generation
+        if is_peer_failure(error) or self._session.is_closing(generation):
+            return True
+        return isinstance(error, SnapshotUnavailable | RankFailed) and (
+            self._session.wait_for_closing(generation, _FENCED_S)
+        )
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        """Report that something broke, and end the process once it may."""
+        generation = self._assignment.generation
+        is_awaited = self._awaits_abort_order and not self._session.is_aborting(generation)
+        if is_awaited or not self._session.is_closing(generation):
+            cause = text_of(error).partition("\n")[0] or type(error).__name__
+            self._session.report(Broken(generation=generation, error=cause))
+        if self._awaits_abort_order:
+            self._session.wait_for_abort_order(generation)
+        self._end_process()
+
+    def _end_process(self) -> NoReturn:
+        self._session.end_for_successor(self._assignment.generation)
