@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from keepstep.elastic.cli.node_name import holds_name
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss
@@ -112,7 +113,7 @@ def find_job(store: str | None, job: str | None, secret_file: Path | None = None
         secret_file: file with the secret of a coordinator `store` that keepstep started.
 
     Raises:
-        UsageError: there is no such job, or the name is missing.
+        UsageError: there is no such job, its coordinator is not here, or the name is missing.
     """
     if store is not None:
         if job is None:
@@ -121,6 +122,11 @@ def find_job(store: str | None, job: str | None, secret_file: Path | None = None
     matching = [entry for entry in local_jobs() if job in (None, entry.job)]
     if len(matching) == 1:
         return JobAddress(matching[0].address, matching[0].job)
+    if job is not None and holds_name(job):
+        raise UsageError(
+            f"job {job!r} has a node on this machine, but not the one that serves its coordinator: "
+            "run that node's line again if it was lost, or name the coordinator by --store URL"
+        )
     if not matching:
         # Some commands have the job's name as an argument, and no --job.
         name, remedy = (
@@ -149,7 +155,8 @@ async def _read(job: JobAddress) -> View:
 def _check_present(keys: Keys, view: View) -> None:
     if not view.nodes:
         raise UsageError(
-            f"there is no job {keys.job!r} at this coordinator; check --store and --job"
+            f"no node of job {keys.job!r} is at this coordinator; check --store and --job, or, if "
+            "it was just started again, wait until they return"
         )
 
 

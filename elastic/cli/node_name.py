@@ -14,10 +14,10 @@ import re
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from keepstep.private_files import created_directory, runtime_directory
+from keepstep.private_files import created_directory, is_held, runtime_directory
 
 
 @contextmanager
@@ -34,10 +34,9 @@ def own_node_name(job: str) -> Iterator[str]:
     host = socket.gethostname()
     identity = hashlib.sha256(f"{host} {uuid.getnode()}".encode()).hexdigest()[:6]
     label = re.sub(r"[^A-Za-z0-9_-]", "-", host.split(".")[0])[:40] or "node"
-    job_digest = hashlib.sha256(job.encode()).hexdigest()[:12]
     directory = created_directory(runtime_directory())
     for number in itertools.count(1):
-        path = directory / f"name-{job_digest}-{number}.lock"
+        path = directory / _lock_name(job, number)
         descriptor = _locked(path)
         if descriptor is None:
             continue
@@ -47,6 +46,19 @@ def own_node_name(job: str) -> Iterator[str]:
             path.unlink(missing_ok=True)
             os.close(descriptor)
         return
+
+
+def holds_name(job: str) -> bool:
+    """Return whether an agent of the job on this machine holds a name."""
+    for path in runtime_directory().glob(_lock_name(job, "*")):
+        with suppress(FileNotFoundError):  # Its agent has just ended.
+            if is_held(path):
+                return True
+    return False
+
+
+def _lock_name(job: str, number: int | str) -> str:
+    return f"name-{hashlib.sha256(job.encode()).hexdigest()[:12]}-{number}.lock"
 
 
 def _locked(path: Path) -> int | None:
