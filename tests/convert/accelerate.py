@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
@@ -10,16 +9,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from keepstep import checkpoint
-from tests.convert.checks import (
-    Checks,
-    adam_state,
-    assert_close,
-    assert_equal,
-    convert,
-    documents,
-    left_out,
-    read,
-)
+from tests.convert.checkpoints import convert, documents, left_out, read
+from tests.convert.checks import Checks, adam_state, assert_close, assert_equal
 
 REQUIREMENTS = ("accelerate==1.15.0", "safetensors")
 ENVIRONMENT = "hugging_face"
@@ -158,8 +149,8 @@ def main() -> None:
     checks = Checks()
     for kind in ("names", "numbers", "groups of numbers"):
         for is_safe in (True, False):
-            with tempfile.TemporaryDirectory() as directory, checks.all_of(kind):
-                check(checks, Path(directory), kind, is_safe)
+            with checks.all_of(kind) as directory:
+                check(checks, directory, kind, is_safe)
     checks.finish()
 
 

@@ -1,22 +1,16 @@
-"""Helps the other modules here: checks that print, and short ways to read and convert."""
+"""Checks that print, and comparisons."""
 
 from __future__ import annotations
 
-import json
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from click.testing import CliRunner
-
-from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.format.layout.boxes import Box, Json
-from keepstep.checkpoint.format.layout.source import BoxRequest, Source
-from tests.opened_checkpoints import open_any
 
 NOT_RUN = 77
 """Exit status of a module that cannot be run here; its last line says why."""
@@ -45,10 +39,14 @@ class Checks:
             print(f"ok     {claim}", flush=True)
 
     @contextmanager
-    def all_of(self, subject: str) -> Iterator[None]:
-        """Count an error between checks as a failed one, and go on behind the block."""
+    def all_of(self, subject: str) -> Iterator[Path]:
+        """Yield a directory that is removed later; count an error between checks as a failed one.
+
+        The program goes on behind the block.
+        """
         try:
-            yield
+            with tempfile.TemporaryDirectory() as directory:
+                yield Path(directory)
         except Exception:  # noqa: BLE001 (other subjects are checked all the same)
             self.failed += 1
             print(f"FAILED {subject}: it ended before all was checked", flush=True)
@@ -126,77 +124,6 @@ def assert_close(
         AssertionError: it differs by more than these.
     """
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-def tensors_in(source: Source) -> dict[str, torch.Tensor]:
-    """Return all tensors of an opened checkpoint, by key."""
-    tensors = {}
-    for key, spec in source.tensors.items():
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        into = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-        source.read([BoxRequest(key, Box.whole(spec.shape), into)])
-        tensors[key] = tensor
-    return tensors
-
-
-def read(url: str | Path, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint in any format, by key.
-
-    Args:
-        url: where it is.
-        names: names of the optimizer's parameters in the order of its groups.
-    """
-    return tensors_in(open_any(str(url), parameter_names=names).source)
-
-
-def documents(url: str | Path) -> Mapping[str, Json]:
-    """Return the documents of a checkpoint in any format."""
-    return open_any(str(url)).source.documents
-
-
-def left_out(url: str | Path, names: Sequence[str] | None = None) -> dict[str, str]:
-    """Return what is not read of a checkpoint: reasons by names."""
-    opened = open_any(str(url), parameter_names=names)
-    return {item.name: item.reason for item in opened.left_out}
-
-
-def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the model's tensors of a checkpoint by the names that the module has for them."""
-    return {
-        key.removeprefix("model/"): tensor
-        for key, tensor in tensors.items()
-        if key.startswith("model/")
-    }
-
-
-def convert(source: str | Path, target: str | Path, *options: str | Path) -> dict[str, Any]:
-    """Run `keepstep ckpt convert`, and return what it prints with `--json`.
-
-    Raises:
-        RuntimeError: it has failed; the message is what it printed.
-    """
-    printed: dict[str, Any] = json.loads(
-        _ckpt("convert", str(source), str(target), *map(str, options), "--json")
-    )
-    return printed
-
-
-def rules_check(source: str | Path, rules: str, *options: str | Path) -> None:
-    """Run `keepstep ckpt rules check`.
-
-    Raises:
-        RuntimeError: a tensor is for no rule or for several; the message is what it printed.
-    """
-    _ckpt("rules", "check", str(source), "--rules", rules, *map(str, options))
-
-
-def _ckpt(*arguments: str) -> str:
-    done = CliRunner().invoke(ckpt, list(arguments))
-    if done.exit_code != 0:
-        if done.exception is not None and not isinstance(done.exception, SystemExit):
-            raise done.exception
-        raise RuntimeError(f"keepstep ckpt {' '.join(arguments)}: {done.output[-1000:]}")
-    return done.stdout
 
 
 def adam_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -8,11 +8,9 @@ have the same batch, so that the number of ranks changes no gradient.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ import torch.multiprocessing as mp
 from deepspeed.checkpoint import ds_to_universal
 from torch import nn
 
-from tests.convert.checks import Checks, assert_close, assert_equal, convert, read
+from tests.convert.checkpoints import convert, read
+from tests.convert.checks import Checks, assert_close, assert_equal
 
 REQUIREMENTS = ("deepspeed==0.19.8",)
 
@@ -323,14 +322,10 @@ def main() -> None:
         (Run(1, "fp32", 2), [Run(1, "fp32", 2), Run(3, "fp32", 4)]),
     )  # fmt: skip
     for run, targets in cases:
-        directory = Path(tempfile.mkdtemp())
-        with checks.all_of(str(run)):
+        with checks.all_of(str(run)) as directory:
             check(checks, directory, run, targets)
-        shutil.rmtree(directory)
-    directory = Path(tempfile.mkdtemp())
-    with checks.all_of("PyTorch"):
+    with checks.all_of("PyTorch") as directory:
         check_torch(checks, directory)
-    shutil.rmtree(directory)
     checks.finish()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
@@ -66,11 +65,9 @@ def main() -> None:
     """Run all checks."""
     checks = Checks()
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        for part in (check_gptq, check_awq):
-            with checks.all_of(part.__name__):
-                part(checks, root)
+    for part in (check_gptq, check_awq):
+        with checks.all_of(part.__name__) as directory:
+            part(checks, directory)
     checks.finish()
 
 

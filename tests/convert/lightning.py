@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from keepstep import checkpoint
-from tests.convert.checks import (
-    Checks,
-    adam_state,
-    assert_close,
-    assert_equal,
-    convert,
-    documents,
-    left_out,
-    of_model,
-    read,
-)
+from tests.convert.checkpoints import convert, documents, left_out, of_model, read
+from tests.convert.checks import Checks, adam_state, assert_close, assert_equal
 
 REQUIREMENTS = ("lightning==2.6.6",)
 
@@ -186,8 +176,8 @@ def main() -> None:
     checks = Checks()
     for kind in ("names", "numbers", "groups", "several"):
         for is_tied in (False, True):
-            with tempfile.TemporaryDirectory() as directory, checks.all_of(kind):
-                check(checks, kind, is_tied, Path(directory))
+            with checks.all_of(kind) as directory:
+                check(checks, kind, is_tied, directory)
     checks.finish()
 
 

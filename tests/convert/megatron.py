@@ -12,14 +12,14 @@ import dataclasses
 import os
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from tests.convert.checks import Checks, assert_close, assert_equal, convert, read
+from tests.convert.checkpoints import convert, read
+from tests.convert.checks import Checks, assert_close, assert_equal
 from tests.foreign_fixtures.make_megatron import (
     PADDED,
     POSITIONS,
@@ -183,8 +183,8 @@ def main() -> None:
     for name, (saved, loaded) in RUNS.items():
         if len(sys.argv) > 1 and not any(part in name for part in sys.argv[1:]):
             continue
-        with tempfile.TemporaryDirectory() as directory, checks.all_of(name):
-            check(checks, name, saved, loaded, Path(directory))
+        with checks.all_of(name) as directory:
+            check(checks, name, saved, loaded, directory)
     checks.finish()
 
 

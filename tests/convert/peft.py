@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from keepstep import checkpoint
-from tests.convert.checks import (
-    Checks,
-    assert_close,
-    assert_equal,
-    convert,
-    documents,
-    left_out,
-    of_model,
-    read,
-)
+from tests.convert.checkpoints import convert, documents, left_out, of_model, read
+from tests.convert.checks import Checks, assert_close, assert_equal
 from tests.convert.families import FAMILIES, logits, train
 
 REQUIREMENTS = ("transformers==5.23.0", "peft==0.21.2")
@@ -106,8 +97,8 @@ def main() -> None:
     """Check all kinds of adapters."""
     checks = Checks()
     for kind in KINDS:
-        with tempfile.TemporaryDirectory() as directory, checks.all_of(kind):
-            check(checks, kind, Path(directory))
+        with checks.all_of(kind) as directory:
+            check(checks, kind, directory)
     checks.finish()
 
 

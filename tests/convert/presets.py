@@ -6,23 +6,14 @@ transformers' model, so that no two elements were exchanged.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
 
 from keepstep.checkpoint.convert.rules.presets import families, preset
 from keepstep.checkpoint.errors import RulesInvalid
-from tests.convert.checks import (
-    Checks,
-    assert_close,
-    assert_equal,
-    convert,
-    of_model,
-    read,
-    refused,
-    rules_check,
-)
+from tests.convert.checkpoints import convert, of_model, read, rules_check
+from tests.convert.checks import Checks, assert_close, assert_equal, refused
 from tests.convert.families import FAMILIES, Family, logits, tokens, train
 from tests.convert.megatron_forward import MegatronModel
 from tests.convert.transformers import on_file, optimizer_of
@@ -106,9 +97,9 @@ def main() -> None:
         tried = {preset(family.preset).family for family in FAMILIES}
         assert tried == set(families()), set(families()) - tried
     for family in FAMILIES:
-        with tempfile.TemporaryDirectory() as directory, checks.all_of(family.name):
-            check_files(checks, family, Path(directory))
-            check_training_state(checks, family, Path(directory))
+        with checks.all_of(family.name) as directory:
+            check_files(checks, family, directory)
+            check_training_state(checks, family, directory)
     checks.finish()
 
 

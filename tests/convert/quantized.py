@@ -6,7 +6,6 @@ the scales and of float32, and converted to keepstep's format and by `--dtype`.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +96,9 @@ def main() -> None:
     """Run all checks."""
     checks = Checks()
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        for part in (check_float8, check_compressed):
-            with checks.all_of(part.__name__):
-                part(checks, root)
+    for part in (check_float8, check_compressed):
+        with checks.all_of(part.__name__) as directory:
+            part(checks, directory)
     checks.finish()
 
 

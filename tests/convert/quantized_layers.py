@@ -13,7 +13,8 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from tests.convert.checks import Checks, assert_equal, convert, of_model, read, refused
+from tests.convert.checkpoints import convert, of_model, read
+from tests.convert.checks import Checks, assert_equal, refused
 
 OUT, IN = 48, 256
 

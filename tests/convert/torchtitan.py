@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +26,8 @@ from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 
 from keepstep import checkpoint
-from tests.convert.checks import (
-    Checks,
-    adam_state,
-    assert_equal,
-    convert,
-    documents,
-    left_out,
-    read,
-    rules_check,
-)
+from tests.convert.checkpoints import convert, documents, left_out, read, rules_check
+from tests.convert.checks import Checks, adam_state, assert_equal
 
 REQUIREMENTS = ("torchtitan==0.3.0", "triton")
 
@@ -347,8 +338,8 @@ def main() -> None:
     logging.getLogger().setLevel(logging.ERROR)
     checks = Checks()
     for case in CASES:
-        with tempfile.TemporaryDirectory() as directory, checks.all_of(case.name):
-            check(checks, case, Path(directory))
+        with checks.all_of(case.name) as directory:
+            check(checks, case, directory)
     checks.finish()
 
 

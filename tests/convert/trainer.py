@@ -8,7 +8,6 @@ Trainer's own run did.
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from keepstep import checkpoint
-from tests.convert.checks import (
-    Checks,
-    adam_state,
-    assert_close,
-    assert_equal,
-    convert,
-    documents,
-    left_out,
-    of_model,
-    read,
-)
+from tests.convert.checkpoints import convert, documents, left_out, of_model, read
+from tests.convert.checks import Checks, adam_state, assert_close, assert_equal
 from tests.convert.families import FAMILIES, Family, logits, state_of, tokens
 from tests.convert.transformers import on_file
 
@@ -169,8 +159,8 @@ def main() -> None:
     checks = Checks()
     for family in FAMILIES:
         if family.name in ("llama-tied", "qwen3", "gpt2", "mixtral", "gpt-neox"):
-            with tempfile.TemporaryDirectory() as directory, checks.all_of(family.name):
-                check(checks, family, Path(directory))
+            with checks.all_of(family.name) as directory:
+                check(checks, family, directory)
     checks.finish()
 
 

@@ -8,7 +8,6 @@ of training from a conversion, from `checkpoint.load` of the folder, and from wh
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from keepstep import checkpoint
-from tests.convert.checks import (
-    Checks,
-    adam_state,
-    assert_close,
-    assert_equal,
-    convert,
-    documents,
-    left_out,
-    of_model,
-    read,
-    refused,
-)
+from tests.convert.checkpoints import convert, documents, left_out, of_model, read
+from tests.convert.checks import Checks, adam_state, assert_close, assert_equal, refused
 from tests.convert.families import FAMILIES, Family, logits, state_of, train
 
 REQUIREMENTS = ("transformers==5.23.0",)
@@ -166,16 +155,16 @@ def main() -> None:
     """Check all families."""
     checks = Checks()
     for family in FAMILIES:
-        with tempfile.TemporaryDirectory() as directory, checks.all_of(family.name):
+        with checks.all_of(family.name) as directory:
             model = family.built(0)
             for kind, size in (("one file", "1GB"), ("several files", _SHARD_SIZE)):
-                folder = Path(directory, kind.replace(" ", "-"))
+                folder = directory / kind.replace(" ", "-")
                 model.save_pretrained(folder, max_shard_size=size)
                 files = len(list(folder.glob("*.safetensors")))
                 with checks(f"{family.name}: transformers wrote {kind}"):
                     assert (files == 1) == (kind == "one file"), files
                 check_reads(checks, family, model, folder)
-            check_writes(checks, family, Path(directory))
+            check_writes(checks, family, directory)
     checks.finish()
 
 
