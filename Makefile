@@ -12,10 +12,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo]'
 	touch $@
 
-# While writing: everything that needs no job. It computes, so there is a test for each core.
+# While writing: what computes in one process, so that there is a test for each core, with fewer
+# seeds and examples than `make test` draws.
 check: lint
-	$(BIN)/python -m pytest -m 'not campaign' --numprocesses 2 --dist worksteal \
-		tests/unit tests/sim
+	HYPOTHESIS_PROFILE=quick KEEPSTEP_SEEDS=200 $(BIN)/python -m pytest \
+		-m 'not campaign and not slow' --numprocesses 2 --dist worksteal tests/unit tests/sim
 
 # Everything that protects a user; CI runs it.
 # Much of a job's test is waiting for processes: four tests run side by side on two cores.

@@ -20,8 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # trainer makes one whenever it leaves a generation, would look through all of them.
 gc.disable()
 
-# Every run draws the same examples, without a deadline; `HYPOTHESIS_PROFILE=explore` draws others.
+# Every run draws the same examples, without a deadline; `HYPOTHESIS_PROFILE=explore` draws others,
+# and more where a test says how many (`tests.examples`). `make check` draws the first few.
 settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("quick", settings.get_profile("steady"), max_examples=20)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 

@@ -135,7 +135,7 @@ scripts = st.builds(
 )
 
 
-@settings(max_examples=_EXAMPLES, deadline=None)
+@settings(max_examples=_EXAMPLES)
 @given(
     script=scripts,
     size=st.integers(2, 3),

@@ -467,6 +467,7 @@ def test_every_error_is_exported(package: str) -> None:
     assert raised <= set(front.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unwanted", LIGHT, ids=" ".join)
 def test_helper_processes_load_only_what_they_use(unwanted: tuple[str, ...]) -> None:
     # What one of them loads is still loaded after all of them: one process shows it of each.

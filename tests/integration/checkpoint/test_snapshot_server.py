@@ -45,6 +45,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
 )
 from keepstep.transport import Codec, Identity, Message, Protocol, connect
 from tests.adaptive_timeouts import patient
+from tests.examples import examples
 from tests.integration.checkpoint.servers import SECRET, Server
 
 SHAPE = (12, 5)
@@ -92,9 +93,7 @@ def halves(value: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
     return [(value[:6].clone(), Box((0, 0), (6, 5))), (value[6:].clone(), Box((6, 0), (6, 5)))]
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), near=st.sampled_from(["both", "first", "none"]))
 def test_any_box_is_read_back_from_local_memory_and_from_peers(
     server: Server, data: st.DataObject, near: str

@@ -38,6 +38,7 @@ from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.restore import plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 from keepstep.checkpoint.snapshot.arena import box_bytes
+from tests.examples import examples
 
 Bytes = npt.NDArray[np.uint8]
 ITEMSIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -270,7 +271,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(
-    max_examples=2000 if settings.get_current_profile_name() == "explore" else 250,
+    max_examples=examples(250),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
@@ -336,7 +337,7 @@ def with_slots(layout: Layout, parameters: Sequence[Padded]) -> Layout:
 
 
 @settings(
-    max_examples=2000 if settings.get_current_profile_name() == "explore" else 250,
+    max_examples=examples(250),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -36,6 +36,7 @@ from keepstep.checkpoint.live.tensors import (
     specs_of,
     torch_dtype,
 )
+from tests.examples import examples
 from tests.unit.checkpoint.test_any_layout import (
     Bytes,
     DictStorage,
@@ -217,7 +218,7 @@ def held(live: LiveTensor) -> tuple[Tensor, Box, Bytes]:
 
 
 @settings(
-    max_examples=2000 if settings.get_current_profile_name() == "explore" else 150,
+    max_examples=examples(150),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

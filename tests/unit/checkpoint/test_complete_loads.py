@@ -23,6 +23,7 @@ from torch import nn
 from keepstep import checkpoint
 from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
+from tests.examples import examples
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 
@@ -194,7 +195,7 @@ def expected_of(saved: Mapping[str, Any], saved_shape: Shape, live: Shape) -> An
     return under_first_names(asked, live.tied)
 
 
-@settings(max_examples=1500 if settings.get_current_profile_name() == "explore" else 150)
+@settings(max_examples=examples(150))
 @given(pair=pairs(), seed=st.integers(0, 99), is_trained=st.booleans())
 def test_a_strict_load_that_succeeds_has_taken_and_filled_all(
     pair: tuple[Shape, Shape], seed: int, is_trained: bool

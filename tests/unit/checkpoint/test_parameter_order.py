@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from keepstep import checkpoint
 from keepstep.checkpoint.format.layout.parameter_order import LiveOrders
+from tests.examples import examples
 
 Grouping = Callable[[list[nn.Parameter]], list[dict[str, Any]]]
 
@@ -47,7 +48,7 @@ def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, one, other))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.permutations(range(6)), st.lists(st.integers(1, 5), max_size=2))
 def test_order_is_that_of_the_optimizer_that_is_filled(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], cuts: list[int]

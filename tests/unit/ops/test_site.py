@@ -13,6 +13,8 @@ import pytest
 import keepstep
 from keepstep import checkpoint, monitor
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -32,6 +32,7 @@ from keepstep.transport import (
 )
 from keepstep.transport.frames import FrameSealer
 from tests.adaptive_timeouts import patient
+from tests.examples import examples
 from tests.unit.transport.conftest import in_thread
 from tests.unit.transport.example_protocol import (
     ASK,
@@ -392,9 +393,7 @@ def test_who_relays_a_handshake_can_forge_nothing(tcp_listener: socket.socket):
                     server.receive()
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
 @given(noise=st.binary(max_size=200), is_frame=st.booleans())
 def test_arbitrary_bytes_raise_nothing_but_transport_errors(noise: bytes, is_frame: bool):
     ours, theirs = socket.socketpair()

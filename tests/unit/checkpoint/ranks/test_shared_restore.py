@@ -25,6 +25,7 @@ from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor, torch_dtype
 from keepstep.checkpoint.ranks import shared_restore
 from keepstep.checkpoint.ranks.shared_restore import RestoreTraffic, fill_together
+from tests.examples import examples
 from tests.unit.checkpoint.test_any_layout import (
     ITEMSIZES,
     DictStorage,
@@ -126,7 +127,7 @@ def restored(
     return fill_together(lambda: fills, StoredCheckpoint.open(storage), ranks.group)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(),
     small_nbytes=st.sampled_from([0, 24, 10**9]),
@@ -158,7 +159,7 @@ def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
     assert traffic.read_nbytes == sum(stop - start for _, start, stop in storage.reads)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), failing_read=st.integers(0, 30), damages=st.booleans())
 def test_a_read_that_fails_on_one_rank_is_raised_on_all(
     monkeypatch: pytest.MonkeyPatch, data: st.DataObject, failing_read: int, damages: bool

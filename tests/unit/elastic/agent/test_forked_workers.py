@@ -24,6 +24,8 @@ from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.monitor.progress import ProgressBoard
 from tests.unit.elastic.agent.test_worker_group import Group, places, play
 
+pytestmark = pytest.mark.slow
+
 # What a script may depend on. Descriptors are those of the standard streams.
 FACTS = """
 import json, os, random, signal, sys, threading

@@ -87,6 +87,7 @@ async def running(directory: Path, *, awaits_order: bool) -> AsyncIterator[Node]
         yield node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("awaits_order", [True, False])
 def test_node_that_is_alone_orders_its_workers_once_to_abort_if_they_wait_for_that(
     tmp_path: Path, awaits_order: bool
@@ -130,6 +131,7 @@ def next_generation(node: Node) -> Generation:
     return Generation(2, (member,), "127.0.0.1", node.follower._store_socket.port, "worker lost")
 
 
+@pytest.mark.slow
 def test_port_of_the_next_store_is_recorded_though_the_snapshot_server_dies_at_the_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_port_of_the_next_store_is_recorded_though_the_snapshot_server_dies_at_t
     play(scenario())
 
 
+@pytest.mark.slow
 def test_snapshot_that_is_protected_while_its_node_enters_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def test_snapshot_that_is_protected_while_its_node_enters_is_reported(
     play(scenario())
 
 
+@pytest.mark.slow
 def test_workers_of_a_new_generation_are_told_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

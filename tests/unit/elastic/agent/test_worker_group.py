@@ -25,6 +25,8 @@ from keepstep.elastic.worker.messages import Assignment, Command, CommandKind
 from keepstep.elastic.worker.session import EXIT_REPLACE
 from tests.adaptive_timeouts import patient
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = JobContext(job="job", secret=b"", server="unix:/none", max_restarts=3)
 
 # What a program can still do with the connection that the bootstrap leaves open.

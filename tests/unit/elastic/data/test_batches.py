@@ -76,6 +76,7 @@ def test_samples_are_the_same_wherever_a_run_resumed() -> None:
     assert read(first=5) == {step: undisturbed[step] for step in range(5, 8)}
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_by_loader_processes() -> None:
     # Other tests have left threads in this process, which a fork does not survive.
     options = {"multiprocessing_context": "forkserver"}
@@ -161,7 +162,7 @@ def exhausted_collate(samples: list[Sample]) -> list[Sample]:
     return next(iter(()))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("dataset", "collate", "named"),
     [
@@ -186,6 +187,7 @@ def end_at_once(_: int) -> None:
     raise StopIteration
 
 
+@pytest.mark.slow
 def test_a_loader_that_ends_before_the_pass_is_an_error() -> None:
     options = {"multiprocessing_context": "forkserver", "worker_init_fn": end_at_once}
     data: DataPass[Sample] = DataPass(
@@ -209,7 +211,7 @@ class ExhaustedSource:
         return None
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stop_iteration_of_a_source_is_an_error(workers: int) -> None:
     options = {"multiprocessing_context": "forkserver"} if workers else {}
     data: DataPass[Any] = DataPass(

@@ -11,6 +11,7 @@ from keepstep.elastic.data.loader_workers import with_prepared_workers
 from tests.adaptive_timeouts import patient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_owner_ends_a_loader_process_whoever_has_started_it(method: str) -> None:
     """With a fork server its parent is another process, and it outlived its rank."""

@@ -24,6 +24,7 @@ from keepstep.elastic.data.sample_randomness import seed_generators
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 from ops.bench.data_runs import Run, data_pass, play
+from tests.examples import examples
 from tests.unit.elastic.data.simulation import loader_in_this_process
 
 __all__ = ["loader_in_this_process"]
@@ -208,7 +209,7 @@ def test_each_kind_is_read_in_one_order(kind: str, loader_in_this_process: None)
     assert_same_reads(KINDS[kind], 5, failures)
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(read_in_order, runs)
 def test_order_does_not_depend_on_ranks_loader_processes_or_failures(
     loader_in_this_process: None, make: Make, schedule: tuple[int, list[Run]]

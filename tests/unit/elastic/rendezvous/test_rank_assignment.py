@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.integers import ceil_div
@@ -206,7 +206,6 @@ def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
     return max(nodes_per_group_and_domain.values(), default=0)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=40),
     st.integers(1, 9),

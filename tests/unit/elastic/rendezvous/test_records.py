@@ -24,6 +24,7 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
+from tests.examples import examples
 
 RECORDS = [
     kind
@@ -52,7 +53,7 @@ VALUES = (
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=VALUES)
 def test_arbitrary_bytes_are_a_record_of_any_kind_or_a_usage_error(data: bytes) -> None:
     for kind in RECORDS:

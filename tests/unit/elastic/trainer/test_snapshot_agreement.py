@@ -24,6 +24,7 @@ from keepstep.elastic.trainer.snapshot_agreement import (
     Votes,
     advance,
 )
+from tests.examples import examples
 
 ALL = Votes(
     is_wanted=True,
@@ -202,7 +203,7 @@ class Rank:
             yield
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(data=st.data(), size=st.integers(1, 4), forwards=st.booleans())
 def test_in_any_order_of_events_all_ranks_agree_and_none_keeps_what_another_tore(
     data: st.DataObject, size: int, forwards: bool

@@ -14,6 +14,8 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker.unmanaged_session import UnmanagedSession
 from tests.adaptive_timeouts import patient
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 
 SCRIPT = """

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROBE = """
 import gc, json, os, sys, threading
 from keepstep.elastic.worker import bootstrap, warm_up

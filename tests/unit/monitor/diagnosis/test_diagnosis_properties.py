@@ -19,6 +19,7 @@ from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Communicator, JobRecords, RankRecords
 from keepstep.monitor.verdicts import Subject, Verdict
 from ops.bench.traces import Jitter, Shape, Simulation
+from tests.examples import examples
 from tests.unit.monitor.diagnosis.longer_jobs import thresholds_of_longer_job
 from tests.unit.monitor.diagnosis.trace_text import Trace, load
 
@@ -42,7 +43,6 @@ def altered(trace: Trace, alter: Callable[[RankRecords], RankRecords]) -> JobRec
     return replace(job, ranks={rank: alter(records) for rank, records in job.ranks.items()})
 
 
-@settings(deadline=None)
 @given(case=any_case, data=st.data())
 def test_permuting_ranks_permutes_verdicts(case: str, data: st.DataObject) -> None:
     trace = load(CASES[case])
@@ -74,7 +74,6 @@ def test_permuting_ranks_permutes_verdicts(case: str, data: st.DataObject) -> No
     }
 
 
-@settings(deadline=None)
 @given(case=any_case, factor=st.floats(0.05, 50))
 def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
     trace = load(CASES[case])
@@ -97,7 +96,6 @@ def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
             assert one.since_s == pytest.approx(before.since_s * factor, rel=1e-6, abs=1e-6)
 
 
-@settings(deadline=None)
 @given(
     case=any_case,
     shifts=st.lists(st.floats(-1e4, 1e4), min_size=4, max_size=4),
@@ -126,7 +124,7 @@ def test_shifting_clocks_changes_nothing(case: str, shifts: list[float], is_know
             assert one.since_s == pytest.approx(since[one.syndrome, one.subject], abs=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(case=any_case, data=st.data())
 def test_any_tree_of_digests_gives_the_same_verdicts(case: str, data: st.DataObject) -> None:
     trace = load(CASES[case])
@@ -149,7 +147,7 @@ def test_any_tree_of_digests_gives_the_same_verdicts(case: str, data: st.DataObj
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_reading_at_any_times_accounts_for_everything_once(data: st.DataObject) -> None:
     trace = load(CASES["non_communication_slow"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from keepstep.monitor.records import RECORD, Flag, JobRecords, Kind, Operation, RankRecords
 from keepstep.monitor.telemetry.clocks import ClockOffset, align, estimate_clocks, half_sample_mode
+from tests.examples import examples
 
 Generator = np.random.Generator
 LATENCY_S = 200e-6
@@ -114,7 +115,6 @@ GRID_S = 2.0**-30
 shifts = st.integers(-(10**5) * 2**30, 10**5 * 2**30).map(lambda count: count * GRID_S)
 
 
-@settings(deadline=None)
 @given(seed=seeds, ahead=st.lists(shifts, min_size=3, max_size=3))
 def test_true_offset_lies_within_the_stated_error_and_near_the_estimate(
     seed: int, ahead: list[float]
@@ -126,7 +126,6 @@ def test_true_offset_lies_within_the_stated_error_and_near_the_estimate(
     assert max(clock.error_s for clock in clocks.values()) < 3e-3
 
 
-@settings(deadline=None)
 @given(seed=seeds)
 def test_node_that_leaves_late_does_not_bias_the_estimate(seed: int) -> None:
     late = {3: 2e-3}
@@ -136,7 +135,7 @@ def test_node_that_leaves_late_does_not_bias_the_estimate(seed: int) -> None:
     check(clocks, AHEAD, "a", within_s=1e-3)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=seeds, shift=shifts)
 def test_shifting_a_clock_shifts_its_offset_and_nothing_else(seed: int, shift: float) -> None:
     ranks = simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL])
@@ -155,7 +154,7 @@ def test_shifting_a_clock_shifts_its_offset_and_nothing_else(seed: int, shift: f
         assert after[node].error_s == pytest.approx(before[node].error_s, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=seeds, order=st.permutations(range(4)))
 def test_permuting_the_ranks_changes_no_offset(seed: int, order: list[int]) -> None:
     ranks = simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL])
@@ -168,14 +167,14 @@ def test_permuting_the_ranks_changes_no_offset(seed: int, order: list[int]) -> N
         assert after[node].error_s == pytest.approx(before[node].error_s, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=seeds, reference=st.sampled_from("abc"))
 def test_offsets_refer_to_the_given_reference(seed: int, reference: str) -> None:
     clocks = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL]), reference)
     check(clocks, AHEAD, reference, within_s=100e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=seeds)
 def test_nodes_that_share_no_communicator_are_aligned_through_others(seed: int) -> None:
     """A chain a - b - c - d: collectives, then sends and receives, then collectives again."""
@@ -190,7 +189,7 @@ def test_nodes_that_share_no_communicator_are_aligned_through_others(seed: int) 
     assert clocks["d"].error_s >= clocks["c"].error_s
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=seeds, rate=st.sampled_from([5e-5, -5e-5]))
 def test_stated_error_allows_for_drift(seed: int, rate: float) -> None:
     """All bounds from one side come from the first half of ten seconds of records.

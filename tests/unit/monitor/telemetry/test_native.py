@@ -139,12 +139,14 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str],
         return dict(zip(CHECKS, found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPILER, reason="there is no C++ compiler here")
 @pytest.mark.parametrize(("kind", "claim"), CHECKS)
 def test_claim_holds(faults: Mapping[tuple[str, str], str], kind: str, claim: str) -> None:
     assert faults[kind, claim] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS, ids=["g++", "clang++"])
 def test_sources_compile_without_a_warning(
     compiler: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,8 @@ import pytest
 
 from tests.adaptive_timeouts import patient
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 SCRIPT = """
 import sys

@@ -10,6 +10,8 @@ from ops.gpu.ranks import figures_of, run_ranks
 from tests.adaptive_timeouts import patient
 from tests.unit.ops.gpu.tiny_checks import meet_and_add, run_out_of_memory, wait_for_nobody
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[4]
 
 

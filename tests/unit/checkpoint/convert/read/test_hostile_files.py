@@ -193,6 +193,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
     return {name: (error, events) for name, error, events in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_file_is_refused_by_its_name_and_nothing_is_done(
     outcomes: dict[str, tuple[str, str]], name: str

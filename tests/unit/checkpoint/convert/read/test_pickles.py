@@ -34,6 +34,7 @@ from keepstep.checkpoint.convert.read.pickled_values import (
 from keepstep.checkpoint.convert.read.pickles import unpickle
 from keepstep.checkpoint.errors import CheckpointDamaged
 from tests.adaptive_timeouts import patient
+from tests.examples import examples
 
 KEYS = (
     st.none()
@@ -279,7 +280,7 @@ def test_numpy_array_that_contradicts_itself_is_refused(bad: str) -> None:
 
 
 @given(VALUES, st.integers(0, 5), st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_changed_bytes_are_read_or_refused(
     value: object, protocol: int, at: int, changed: bytes
 ) -> None:
@@ -292,7 +293,7 @@ def test_changed_bytes_are_read_or_refused(
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
         unpickle(data, "file", plain_constructors())

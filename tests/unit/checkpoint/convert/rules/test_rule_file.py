@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from keepstep.checkpoint.convert.rules.rule import Sharding
 from keepstep.checkpoint.convert.rules.rule_file import parse_rules
 from keepstep.checkpoint.errors import RulesInvalid
+from tests.examples import examples
 
 GOOD = """\
 # Two rules.
@@ -158,7 +159,7 @@ def toml_of(value: Any) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6),
     st.sampled_from(["a", "b.{n:int}", 3]),

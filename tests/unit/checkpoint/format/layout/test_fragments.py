@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from itertools import combinations
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.fragments import boxes_of_range
-
-EXAMPLES = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 200
+from tests.examples import examples
 
 
 @st.composite
@@ -24,7 +22,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, start, draw(st.integers(start, math.prod(shape)))
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(200))
 @given(ranges())
 def test_the_boxes_of_a_range_hold_its_elements_in_order(case) -> None:
     shape, start, stop = case

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.part_table import Part, PartTable
-
-EXAMPLES = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 100
+from tests.examples import examples
 
 GATE_UP = PartTable(0, (Part("gate", 8), Part("up", 8)))
 
@@ -59,7 +57,7 @@ def tables(draw: st.DrawFn) -> tuple[PartTable, list[int]]:
     return PartTable(draw(st.integers(0, 2)), tuple(parts), groups), degrees
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(100))
 @given(tables(), st.data())
 def test_what_n_ranks_save_is_what_m_ranks_load(case, data) -> None:
     table, degrees = case

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keepstep.checkpoint.format.stored import cell_codec
 from keepstep.checkpoint.format.stored.cell_codec import decompress, encode_cells, encoded_nbytes
 from keepstep.checkpoint.format.stored.chunking import StoredTensor
+from tests.examples import examples
 
 
 @pytest.mark.parametrize("is_banded", [False, True])
@@ -120,7 +121,7 @@ def test_content_is_what_was_given_and_not_what_was_encoded(
     is_compressed=st.booleans(),
     is_contiguous=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_cells_and_content_are_those_of_the_chunk_whatever_the_bands(
     axes: list[tuple[int, int]],
     edge: list[int],

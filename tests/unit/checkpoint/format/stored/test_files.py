@@ -51,7 +51,7 @@ sizes = st.one_of(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(sizes, st.sampled_from([0, 1, 64])), min_size=1, max_size=5))
 def test_pieces_of_any_size_and_alignment_are_written_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[int, int]]

@@ -35,6 +35,8 @@ from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.format.stored.zarr_metadata import array_metadata, parse_array
 from tests.adaptive_timeouts import patient
 
+pytestmark = pytest.mark.slow
+
 ATTEMPT = Attempt(StoredStep(1, 0), "a")
 PART = "parts/000000.json"
 SHAPE = (64, 64)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.snapshot.parity.erasure import Combination, parity_rows, rebuilding_row
@@ -48,7 +48,6 @@ def test_one_parity_block_is_xor() -> None:
     assert parity_rows(5, 1) == ((1,) * 5,)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 200), st.data())
 def test_any_lost_blocks_up_to_the_parity_are_rebuilt(
     data: int, parity: int, nbytes: int, draw: st.DataObject
@@ -144,7 +143,6 @@ class Group:
         return result
 
 
-@settings(deadline=None)
 @given(st.sampled_from([s for s in GEOMETRIES if s.parity]), st.data())
 def test_any_range_of_any_lost_node_is_rebuilt(stripes: Stripes, draw: st.DataObject) -> None:
     sizes = draw.draw(st.lists(st.integers(0, 900), min_size=stripes.size, max_size=stripes.size))

@@ -27,6 +27,7 @@ from keepstep.checkpoint.format.stored.shared_plan import (
 from keepstep.checkpoint.snapshot.server import holder_servers, plan_exchange, plan_outbox
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
 from tests.adaptive_timeouts import patient
+from tests.examples import examples
 from tests.unit.checkpoint.snapshot.server.plan_nodes import Nodes, index_of
 from tests.unit.checkpoint.test_any_layout import (
     ITEMSIZES,
@@ -78,9 +79,8 @@ def planned_as_saves_do(
 
 
 @settings(
-    max_examples=1000 if settings.get_current_profile_name() == "explore" else 60,
+    max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-    deadline=None,
 )
 @given(data=st.data())
 def test_servers_plan_what_a_save_of_the_same_layout_plans(data: st.DataObject) -> None:

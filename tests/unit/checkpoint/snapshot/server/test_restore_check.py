@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
@@ -227,7 +227,6 @@ def test_a_snapshot_that_is_gone_does_not_pass(node: Node) -> None:
     assert node.outcomes.empty()
 
 
-@settings(deadline=None)
 @given(
     old=st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=4),
     new=st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=4),
