@@ -11,7 +11,7 @@ import numpy as np
 from keepstep.checkpoint.convert.read.files import Extent
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.format.layout.source import BoxRequest, Source, TensorSpec
+from keepstep.checkpoint.format.layout.source import TensorSpec
 
 _MOST_BLOCK_NBYTES = 16 * 2**20
 
@@ -27,24 +27,6 @@ def boxes_in_order(spec: TensorSpec, most_nbytes: int) -> Iterator[Box]:
     A box has one element at least.
     """
     yield from _boxes((), spec.shape, max(1, most_nbytes // numpy_dtype(spec.dtype).itemsize))
-
-
-def read_in_order(source: Source, key: str, most_nbytes: int) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in C order, at most so many at a time, in memory that is used again.
-
-    Raises:
-        CheckpointError: a box cannot be read, or is damaged.
-    """
-    spec = source.tensors[key]
-    itemsize = numpy_dtype(spec.dtype).itemsize
-    memory = np.empty(0, np.uint8)
-    for box in boxes_in_order(spec, most_nbytes):
-        nbytes = box.size * itemsize
-        if memory.nbytes < nbytes:
-            memory = np.empty(nbytes, np.uint8)
-        into = memory[:nbytes].data
-        source.read([BoxRequest(key, box, into)])
-        yield into
 
 
 def checksum_of(extent: Extent, most_nbytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,11 +14,19 @@ from keepstep.checkpoint.convert.read.files import ForeignFiles
 from keepstep.checkpoint.convert.read.opening import files_of
 from keepstep.checkpoint.convert.write.opened import Opened
 from keepstep.checkpoint.convert.write.parallel import Start, run_in_processes
+from keepstep.checkpoint.convert.write.pieces_of_files import Piece
+from keepstep.checkpoint.convert.write.planned_folder import (
+    PlannedFile,
+    Report,
+    write_file,
+    write_folder,
+)
 from keepstep.checkpoint.convert.write.request import ConversionRequest, seen_in
 from keepstep.checkpoint.convert.write.safetensors_target import (
+    are_weights,
+    hugging_face_files,
     model_left_out,
-    write_hugging_face,
-    write_safetensors,
+    safetensors_file,
 )
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.state_parts import parts_of, unknown_tie_lines
@@ -74,6 +82,7 @@ class Converted:
     left_out: tuple[str, ...]
 
 
+_FILES = (Target.SAFETENSORS, Target.TORCH_SAVE)
 _MODELS_ONLY = (Target.SAFETENSORS, Target.HUGGING_FACE)
 _DEEPSPEED = (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)
 _WITH_OWN_MASTERS = (*_DEEPSPEED, Target.MEGATRON_CORE)
@@ -117,7 +126,7 @@ def convert(
     *,
     memory_nbytes: int,
     zero: ZeroLayout | None = None,
-    report: Callable[[int], None] = lambda nbytes: None,
+    report: Report = lambda nbytes: None,
     workers: int = 1,
     request: ConversionRequest | None = None,
 ) -> Converted:
@@ -164,41 +173,17 @@ def convert(
         _write_universal(
             opened, chosen, url, identity, memory_nbytes, report, workers=workers, request=request
         )
-    elif target == Target.TORCH_SAVE:
-        # Loaded only here: it loads PyTorch.
-        from keepstep.checkpoint.convert.write.torch_target import write_torch
-
-        write_torch(
-            chosen, url, only_model=chosen.only_model, memory_nbytes=memory_nbytes, report=report
-        )
-    elif target in (Target.DCP, Target.TORCHTITAN):
-        # Loaded only here: they load PyTorch.
-        from keepstep.checkpoint.convert.write.dcp_target import write_dcp
-        from keepstep.checkpoint.convert.write.torchtitan_target import write_torchtitan
-
-        write_folder = write_dcp if target == Target.DCP else write_torchtitan
-        write_folder(chosen, url, memory_nbytes=memory_nbytes, report=report)
-    elif target == Target.MEGATRON_CORE:
-        # Loaded only here: it loads PyTorch.
-        from keepstep.checkpoint.convert.write.megatron_target import write_megatron
-
-        write_megatron(chosen, url, memory_nbytes=memory_nbytes, report=report)
-    elif target in _DEEPSPEED:
-        # Loaded only here: they load PyTorch.
-        from keepstep.checkpoint.convert.write.deepspeed_target import write_deepspeed
-        from keepstep.checkpoint.convert.write.deepspeed_universal_target import (
-            write_deepspeed_universal,
-        )
-
-        is_universal = target == Target.DEEPSPEED_UNIVERSAL
-        write_zero = write_deepspeed_universal if is_universal else write_deepspeed
-        layout = ZeroLayout() if zero is None else zero
-        write_zero(chosen, url, layout, memory_nbytes=memory_nbytes, report=report)
-    elif target == Target.HUGGING_FACE:
-        beside = {name: files.read(name, _MOST_BESIDE_NBYTES) for name, files in _beside(request)}
-        write_hugging_face(chosen, url, memory_nbytes=memory_nbytes, report=report, beside=beside)
+    elif target in _FILES:
+        pieces = _pieces_of_file(chosen, target)
+        write_file(url, pieces, memory_nbytes=memory_nbytes, report=report)
     else:
-        write_safetensors(chosen, url, memory_nbytes=memory_nbytes, report=report)
+        write_folder(
+            url,
+            _files_of_folder(chosen, target, zero or ZeroLayout(), request),
+            memory_nbytes=memory_nbytes,
+            report=report,
+            is_of_another=are_weights if target == Target.HUGGING_FACE else lambda name: True,
+        )
     return Converted(
         step=chosen.step,
         tensors=len(chosen.tensors),
@@ -207,13 +192,52 @@ def convert(
     )
 
 
+def _pieces_of_file(chosen: Selection, target: Target) -> tuple[Piece, ...]:
+    """Return the pieces of the file that a checkpoint is in a format of one file."""
+    if target == Target.SAFETENSORS:
+        return safetensors_file(chosen)
+    # Loaded only here: it loads PyTorch.
+    from keepstep.checkpoint.convert.write.torch_target import torch_file
+
+    return torch_file(chosen, only_model=chosen.only_model)
+
+
+def _files_of_folder(
+    chosen: Selection, target: Target, zero: ZeroLayout, request: ConversionRequest | None
+) -> Sequence[PlannedFile]:
+    """Return the files of the folder that a checkpoint is in a format of several files."""
+    if target == Target.HUGGING_FACE:
+        beside = {name: files.read(name, _MOST_BESIDE_NBYTES) for name, files in _beside(request)}
+        return hugging_face_files(chosen, beside)
+    # Loaded only here: they load PyTorch.
+    from keepstep.checkpoint.convert.write.dcp_target import dcp_files
+    from keepstep.checkpoint.convert.write.deepspeed_target import deepspeed_files
+    from keepstep.checkpoint.convert.write.deepspeed_universal_target import (
+        deepspeed_universal_files,
+    )
+    from keepstep.checkpoint.convert.write.megatron_target import megatron_files
+    from keepstep.checkpoint.convert.write.torchtitan_target import torchtitan_files
+
+    match target:
+        case Target.DCP:
+            return dcp_files(chosen)
+        case Target.TORCHTITAN:
+            return torchtitan_files(chosen)
+        case Target.MEGATRON_CORE:
+            return megatron_files(chosen)
+        case Target.DEEPSPEED:
+            return deepspeed_files(chosen, zero)
+        case _:
+            return deepspeed_universal_files(chosen, zero)
+
+
 def _write_universal(
     opened: Opened,
     chosen: Selection,
     url: str,
     origin: str,
     memory_nbytes: int,
-    report: Callable[[int], None],
+    report: Report,
     *,
     workers: int,
     request: ConversionRequest | None,

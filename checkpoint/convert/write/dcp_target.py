@@ -19,29 +19,19 @@ from keepstep.checkpoint.convert.write.dcp_leaves import (
     files_of_leaves,
 )
 from keepstep.checkpoint.convert.write.dcp_metadata_writer import Path
-from keepstep.checkpoint.convert.write.planned_folder import Report, write_folder
+from keepstep.checkpoint.convert.write.planned_folder import PlannedFile
 from keepstep.checkpoint.convert.write.state_parts import StateParts, parts_of
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.source import Source
 
 
-def write_dcp(source: Source, url: str, *, memory_nbytes: int, report: Report) -> None:
-    """Write a checkpoint as a folder of DCP; `.metadata` comes last.
-
-    Args:
-        source: the checkpoint.
-        url: the folder.
-        memory_nbytes: how much memory tensors may take.
-        report: called with bytes of tensors that were written.
+def dcp_files(source: Source) -> list[PlannedFile]:
+    """Return the files of a folder of DCP; `.metadata` comes last.
 
     Raises:
-        CheckpointExists: the folder has a checkpoint, or other files.
         LayoutMismatch: two names of the source are one in DCP.
-        CheckpointDamaged: what was written is not what was read.
-        CheckpointError: a read or a write failed.
     """
-    files = files_of_leaves(source, leaves_of(source))
-    write_folder(url, files, memory_nbytes=memory_nbytes, report=report)
+    return files_of_leaves(source, leaves_of(source))
 
 
 def leaves_of(source: Source) -> list[Leaf]:

@@ -33,7 +33,7 @@ from keepstep.checkpoint.convert.write.pieces_of_files import (
     elements_of_range,
     whole,
 )
-from keepstep.checkpoint.convert.write.planned_folder import PlannedFile, Report, write_folder
+from keepstep.checkpoint.convert.write.planned_folder import PlannedFile
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.torch_pieces import torch_pieces
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
@@ -49,23 +49,15 @@ _SUB_GROUP_SIZE = 10**9
 _ADDRESS = ("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
-def write_deepspeed(
-    source: Selection, url: str, layout: ZeroLayout, *, memory_nbytes: int, report: Report
-) -> None:
-    """Write a checkpoint as ZeRO's; `latest` comes last.
+def deepspeed_files(source: Selection, layout: ZeroLayout) -> list[PlannedFile]:
+    """Return the files of ZeRO's checkpoint; `latest` comes last.
 
     Args:
         source: the checkpoint.
-        url: the folder that engines load from.
         layout: the stage, and the ranks of the engines that are to load it.
-        memory_nbytes: how much memory tensors may take.
-        report: called with bytes of tensors that were written.
 
     Raises:
-        CheckpointExists: the folder has a checkpoint.
         LayoutMismatch: ZeRO cannot hold the state, or the layout is not given.
-        CheckpointDamaged: what was written is not what was read.
-        CheckpointError: a read or a write failed.
     """
     if layout.stage is None or layout.ranks is None:
         raise LayoutMismatch(
@@ -76,12 +68,7 @@ def write_deepspeed(
     files = _stage_3(state, layout.ranks) if layout.stage == 3 else _flat(state, layout)
     tag = tag_of(source)
     planned = [PlannedFile(f"{tag}/{name}", torch_pieces(t, PICKLE_MODULE)) for name, t in files]
-    write_folder(
-        url,
-        [*planned, PlannedFile("latest", (tag.encode(),))],
-        memory_nbytes=memory_nbytes,
-        report=report,
-    )
+    return [*planned, PlannedFile("latest", (tag.encode(),))]
 
 
 def _flat(state: DeepSpeedState, layout: ZeroLayout) -> Iterator[tuple[str, object]]:

@@ -21,34 +21,25 @@ from keepstep.checkpoint.convert.write.deepspeed_state import (
 )
 from keepstep.checkpoint.convert.write.foreign_objects import PICKLE_MODULE
 from keepstep.checkpoint.convert.write.pieces_of_files import StoredTensor, whole
-from keepstep.checkpoint.convert.write.planned_folder import PlannedFile, Report, write_folder
+from keepstep.checkpoint.convert.write.planned_folder import PlannedFile
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.torch_pieces import torch_pieces
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.format.layout.boxes import Json
 
 
-def write_deepspeed_universal(
-    source: Selection, url: str, layout: ZeroLayout, *, memory_nbytes: int, report: Report
-) -> None:
-    """Write a checkpoint as a universal one of DeepSpeed; `latest_universal` comes last.
+def deepspeed_universal_files(source: Selection, layout: ZeroLayout) -> list[PlannedFile]:
+    """Return the files of a universal checkpoint of DeepSpeed; `latest_universal` comes last.
 
     Args:
         source: the checkpoint.
-        url: the folder that engines load from.
         layout: the stage of the engines that are to load it; stages 1 and 2 if it is not given.
-        memory_nbytes: how much memory tensors may take.
-        report: called with bytes of tensors that were written.
 
     Raises:
-        CheckpointExists: the folder has a checkpoint.
         LayoutMismatch: ZeRO cannot hold the state.
-        CheckpointDamaged: what was written is not what was read.
-        CheckpointError: a read or a write failed.
     """
     state = deepspeed_state(source, layout.buffers)
-    files = list(_files(state, is_stage_3=layout.stage == 3))
-    write_folder(url, files, memory_nbytes=memory_nbytes, report=report)
+    return list(_files(state, is_stage_3=layout.stage == 3))
 
 
 def _files(state: DeepSpeedState, *, is_stage_3: bool) -> Iterator[PlannedFile]:

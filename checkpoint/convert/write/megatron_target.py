@@ -42,7 +42,7 @@ from keepstep.checkpoint.convert.write.megatron_groups import (
     marked,
 )
 from keepstep.checkpoint.convert.write.pieces_of_files import StoredTensor, part
-from keepstep.checkpoint.convert.write.planned_folder import PlannedFile, Report, write_folder
+from keepstep.checkpoint.convert.write.planned_folder import PlannedFile
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.state_parts import StateParts, parts_of
 from keepstep.checkpoint.convert.write.torch_pieces import torch_bytes
@@ -90,20 +90,11 @@ class _Stack:
         return counts if len(self.members) == math.prod(counts) else ()
 
 
-def write_megatron(source: Selection, url: str, *, memory_nbytes: int, report: Report) -> None:
-    """Write a checkpoint as a folder that Megatron's `--load` takes.
-
-    Args:
-        source: the checkpoint, under Megatron's names.
-        url: the folder; the checkpoint is `iter_XXXXXXX` in it.
-        memory_nbytes: how much memory tensors may take.
-        report: called with bytes of tensors that were written.
+def megatron_files(source: Selection) -> list[PlannedFile]:
+    """Return the files of a folder that Megatron's `--load` takes: `iter_XXXXXXX`, the tracker.
 
     Raises:
-        CheckpointExists: the folder has a checkpoint, or other files.
         LayoutMismatch: names or shapes are not those of Megatron's layers.
-        CheckpointDamaged: what was written is not what was read.
-        CheckpointError: a read or a write failed.
     """
     parts = parts_of(source)
     directory = f"iter_{source.step:07d}"
@@ -117,8 +108,7 @@ def write_megatron(source: Selection, url: str, *, memory_nbytes: int, report: R
         PlannedFile(BACKENDS, (json.dumps(_VERSIONS).encode(),)),
     ]
     planned = [PlannedFile(f"{directory}/{file.name}", file.pieces) for file in inner]
-    planned.append(PlannedFile(TRACKER, (str(source.step).encode(),)))
-    write_folder(url, planned, memory_nbytes=memory_nbytes, report=report)
+    return [*planned, PlannedFile(TRACKER, (str(source.step).encode(),))]
 
 
 def megatron_left_out(source: Source) -> list[str]:

@@ -34,7 +34,12 @@ class PlannedFile:
 
 
 def write_folder(
-    url: str, files: Sequence[PlannedFile], *, memory_nbytes: int, report: Report
+    url: str,
+    files: Sequence[PlannedFile],
+    *,
+    memory_nbytes: int,
+    report: Report,
+    is_of_another: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Write the files that are missing, in their order.
 
@@ -43,6 +48,8 @@ def write_folder(
         files: its files; the last one makes it complete.
         memory_nbytes: how much memory tensors may take.
         report: called with bytes of tensors that were written, or compared.
+        is_of_another: whether a file that is none of these shows that the folder has another
+            checkpoint.
 
     Raises:
         CheckpointExists: the folder is complete, or has other files than these would be.
@@ -54,7 +61,7 @@ def write_folder(
     for file in files:
         if not is_object_name(file.name):
             raise LayoutMismatch(f"{url}: {file.name!r} cannot be the name of a file below it")
-    present = _present(url, files)
+    present = _present(url, files, is_of_another)
     for file in files:
         if file.name in present and not _is_written(url, file, memory_nbytes, report):
             raise _exists(f"{url}/{file.name}")
@@ -87,16 +94,20 @@ def write_file(url: str, pieces: Sequence[Piece], *, memory_nbytes: int, report:
             checksum = crc32c.crc32c(data, checksum)
 
 
-def _present(url: str, files: Sequence[PlannedFile]) -> set[str]:
+def _present(
+    url: str, files: Sequence[PlannedFile], is_of_another: Callable[[str], bool]
+) -> set[str]:
     """Return which of the files are there, if nothing else is in the folders that they are in."""
     planned = {file.name for file in files}
-    folders = {file.name.rpartition("/")[0].partition("/")[0] for file in files[:-1]}
+    folders = {file.name.rpartition("/")[0].partition("/")[0] for file in files[:-1] or files}
     present = set()
     for name in open_storage(url).names():
         if name in planned:
             present.add(name)
-        elif name.rpartition("/")[0].partition("/")[0] in folders and not name.endswith(
-            _UNFINISHED
+        elif (
+            name.rpartition("/")[0].partition("/")[0] in folders
+            and not name.endswith(_UNFINISHED)
+            and is_of_another(name)
         ):
             raise _exists(f"{url}/{name}")
     last = files[-1].name

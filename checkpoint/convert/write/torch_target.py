@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keepstep.checkpoint.convert.write.optimizer_values import has_object, only_notes
-from keepstep.checkpoint.convert.write.pieces_of_files import StoredTensor, Transposed, whole
-from keepstep.checkpoint.convert.write.planned_folder import write_file
+from keepstep.checkpoint.convert.write.pieces_of_files import Piece, StoredTensor, Transposed, whole
 from keepstep.checkpoint.convert.write.selection import MODEL
 from keepstep.checkpoint.convert.write.state_parts import parts_of, unknown_tie_lines
 from keepstep.checkpoint.convert.write.torch_pieces import torch_pieces
@@ -27,26 +26,16 @@ from keepstep.checkpoint.live.tensors import torch_dtype
 _OPTIM = "optim"
 _REST = "state_dict"
 
-Report = Callable[[int], None]
 
-
-def write_torch(
-    source: Source, url: str, *, only_model: bool, memory_nbytes: int, report: Report
-) -> None:
-    """Write a checkpoint as one file, and compare it with what was read.
+def torch_file(source: Source, *, only_model: bool) -> tuple[Piece, ...]:
+    """Return the pieces of a file of `torch.save` with a checkpoint.
 
     With `only_model` the file has the module's `state_dict`. Else it has a mapping of `model`,
     `optimizer` (numbered through its groups, with `param_names`), `step`, and the other tensors and
     values by name. Of two things of one name the later gets `NAME (2)`.
-
-    Raises:
-        CheckpointExists: there is such a file.
-        CheckpointDamaged: what was written is not what was read.
-        CheckpointError: a read or a write failed.
     """
     tree = _tree(source, {key: whole(source, key) for key in source.tensors})
-    pieces = torch_pieces(tree["model"] if only_model else tree)
-    write_file(url, pieces, memory_nbytes=memory_nbytes, report=report)
+    return torch_pieces(tree["model"] if only_model else tree)
 
 
 def torch_left_out(source: Source, *, only_model: bool) -> list[str]:

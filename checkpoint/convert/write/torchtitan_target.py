@@ -17,7 +17,7 @@ from keepstep.checkpoint.convert.write.dcp_leaves import (
     files_of_leaves,
 )
 from keepstep.checkpoint.convert.write.dcp_target import apart, others_of, own_leaf
-from keepstep.checkpoint.convert.write.planned_folder import Report, write_folder
+from keepstep.checkpoint.convert.write.planned_folder import PlannedFile
 from keepstep.checkpoint.convert.write.state_parts import StateParts, parts_of
 from keepstep.checkpoint.format.layout.source import Source
 
@@ -25,28 +25,14 @@ _TRAIN_STATE = "train_state"
 _STEP = f"{_TRAIN_STATE}/step"
 
 
-def write_torchtitan(source: Source, url: str, *, memory_nbytes: int, report: Report) -> None:
-    """Write a checkpoint to the folder `step-N` of a folder; `.metadata` comes last.
-
-    Args:
-        source: the checkpoint.
-        url: the folder with the steps, torchtitan's `checkpoint.folder`.
-        memory_nbytes: how much memory tensors may take.
-        report: called with bytes of tensors that were written.
+def torchtitan_files(source: Source) -> list[PlannedFile]:
+    """Return the files of torchtitan's `checkpoint.folder`: those of `step-N`, `.metadata` last.
 
     Raises:
-        CheckpointExists: there is such a step.
         LayoutMismatch: two names of the source are one in DCP.
-        CheckpointDamaged: what was written is not what was read.
-        CheckpointError: a read or a write failed.
     """
     files = files_of_leaves(source, torchtitan_leaves_of(source))
-    write_folder(
-        f"{url.rstrip('/')}/step-{source.step}",
-        files,
-        memory_nbytes=memory_nbytes,
-        report=report,
-    )
+    return [PlannedFile(f"step-{source.step}/{file.name}", file.pieces) for file in files]
 
 
 def torchtitan_leaves_of(source: Source) -> list[Leaf]:

@@ -20,7 +20,8 @@ from keepstep.checkpoint.convert.read.opening import files_of, open_located
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor
 from keepstep.checkpoint.convert.read.torch_file import ZIP_SIGNATURE
 from keepstep.checkpoint.convert.read.zip_checksums import CheckedBytes, check_zip, read_all
-from keepstep.checkpoint.convert.write.boxes_in_order import read_in_order
+from keepstep.checkpoint.convert.write.pieces_of_files import Elements
+from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.location import Format, Location
 
 _BLOCK_NBYTES = 16 * 2**20
@@ -123,7 +124,9 @@ def _check_tensors(opened: ForeignCheckpoint) -> None:
             isinstance(piece.array, FileArray | MemoryArray | ConvertedArray | EntryArray)
             for piece in tensor.pieces
         ):
-            for _ in read_in_order(opened, key, _BLOCK_NBYTES):
+            spec = tensor.spec
+            elements = Elements(opened, key, (Box.whole(spec.shape),), spec.dtype)
+            for _ in elements.blocks(_BLOCK_NBYTES):
                 pass
 
 

@@ -22,6 +22,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.convert.write import (
     file_target,
+    planned_folder,
     safetensors_target,
     universal,
 )
@@ -90,9 +91,7 @@ def test_a_model_becomes_safetensors_and_what_is_lost_is_named(tmp_path: Path) -
 def test_a_folder_of_several_files_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_target.write_hugging_face, "__kwdefaults__", {
-        **(safetensors_target.write_hugging_face.__kwdefaults__ or {}), "shard_nbytes": 10_000,
-    })  # fmt: skip
+    monkeypatch.setattr(safetensors_target, "SHARD_NBYTES", 10_000)
     trained(tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "folder", "--to", "huggingface")
     index = json.loads((tmp_path / "folder" / "model.safetensors.index.json").read_text())
@@ -158,7 +157,7 @@ def test_a_disk_that_writes_something_else_is_found(
         with new_file(url, verify_damaged, nbytes=nbytes) as file:
             yield file
 
-    monkeypatch.setattr(safetensors_target, "new_file", damaging)
+    monkeypatch.setattr(planned_folder, "new_file", damaging)
     trained(tmp_path / "a.pt")
     with pytest.raises(CheckpointDamaged, match="not what was written"):
         convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
@@ -189,9 +188,7 @@ def test_a_damaged_part_is_never_published_and_is_written_anew(
 def test_an_interrupted_folder_goes_on_and_another_model_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_target.write_hugging_face, "__kwdefaults__", {
-        **(safetensors_target.write_hugging_face.__kwdefaults__ or {}), "shard_nbytes": 10_000,
-    })  # fmt: skip
+    monkeypatch.setattr(safetensors_target, "SHARD_NBYTES", 10_000)
     trained(tmp_path / "a.pt")
     link = os.link
 

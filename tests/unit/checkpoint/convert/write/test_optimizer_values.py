@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from keepstep import checkpoint
 from keepstep.checkpoint.convert.write.optimizer_values import has_object, only_notes, plain_options
+from keepstep.checkpoint.convert.write.planned_folder import write_file
 from keepstep.checkpoint.convert.write.state_parts import parts_of
-from keepstep.checkpoint.convert.write.torch_target import torch_left_out, write_torch
+from keepstep.checkpoint.convert.write.torch_target import torch_file, torch_left_out
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.unit.checkpoint.test_optimizer_kinds import assert_equal, made, train
@@ -24,9 +25,8 @@ def converted(kind: str, path: Path) -> tuple[dict[str, Any], StoredCheckpoint]:
     train(state, range(4))
     checkpoint.save(str(path / "run"), state, step=4)
     source = StoredCheckpoint.open(open_storage(str(path / "run")))
-    write_torch(
-        source, str(path / "a.pt"), only_model=False, memory_nbytes=2**20, report=lambda n: None
-    )
+    pieces = torch_file(source, only_model=False)
+    write_file(str(path / "a.pt"), pieces, memory_nbytes=2**20, report=lambda n: None)
     return torch.load(path / "a.pt", weights_only=False), source
 
 

@@ -17,9 +17,12 @@ from keepstep.checkpoint.convert.read.arrays import MemoryArray
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.pieces import whole
 from keepstep.checkpoint.convert.write import dcp_leaves, planned_folder
-from keepstep.checkpoint.convert.write.dcp_target import write_dcp
-from keepstep.checkpoint.convert.write.deepspeed_universal_target import write_deepspeed_universal
+from keepstep.checkpoint.convert.write.dcp_target import dcp_files
+from keepstep.checkpoint.convert.write.deepspeed_universal_target import (
+    deepspeed_universal_files,
+)
 from keepstep.checkpoint.convert.write.file_target import new_file
+from keepstep.checkpoint.convert.write.planned_folder import write_folder
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
@@ -32,16 +35,14 @@ ADAM = checkpoint_of(is_tied=True)
 def write(source: ForeignCheckpoint, folder: Path) -> list[int]:
     """Write a folder of DCP, and return how many bytes of tensors were reported, call by call."""
     reported: list[int] = []
-    write_dcp(source, str(folder), memory_nbytes=2**20, report=reported.append)
+    write_folder(str(folder), dcp_files(source), memory_nbytes=2**20, report=reported.append)
     return reported
 
 
 def write_universal(source: ForeignCheckpoint, folder: Path) -> list[int]:
     reported: list[int] = []
-    write_deepspeed_universal(
-        Selection(whole=source), str(folder), ZeroLayout(), memory_nbytes=2**20,
-        report=reported.append,
-    )  # fmt: skip
+    files = deepspeed_universal_files(Selection(whole=source), ZeroLayout())
+    write_folder(str(folder), files, memory_nbytes=2**20, report=reported.append)
     return reported
 
 

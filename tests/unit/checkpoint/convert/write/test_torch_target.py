@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.convert.write.torch_target import write_torch
+from keepstep.checkpoint.convert.write.planned_folder import write_file
+from keepstep.checkpoint.convert.write.torch_target import torch_file
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.layout.boxes import Json
 from tests.opened_checkpoints import open_foreign
@@ -18,13 +19,9 @@ from tests.opened_checkpoints import open_foreign
 
 def written_with(documents: dict[str, Json], directory: Path) -> dict[str, Any]:
     """Write the tensors of `a.pt` with other documents; return what PyTorch loads."""
-    write_torch(
-        replace(open_foreign(str(directory / "a.pt")), documents=documents),
-        str(directory / "b.pt"),
-        only_model=False,
-        memory_nbytes=2**20,
-        report=lambda nbytes: None,
-    )
+    source = replace(open_foreign(str(directory / "a.pt")), documents=documents)
+    pieces = torch_file(source, only_model=False)
+    write_file(str(directory / "b.pt"), pieces, memory_nbytes=2**20, report=lambda nbytes: None)
     loaded: dict[str, Any] = torch.load(directory / "b.pt", weights_only=True)
     return loaded
 
@@ -58,10 +55,9 @@ def test_a_disk_that_takes_no_more_is_told_in_words(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=r"b\.pt cannot be written"):
-            write_torch(
-                source,
+            write_file(
                 str(tmp_path / "b.pt"),
-                only_model=True,
+                torch_file(source, only_model=True),
                 memory_nbytes=2**20,
                 report=lambda nbytes: None,
             )
