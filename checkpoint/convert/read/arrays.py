@@ -11,8 +11,8 @@ the file claims.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -330,8 +330,7 @@ class FileArray:
                 offset, shape = [0] * len(part.shape), list(part.shape)
                 offset[axis], shape[axis] = start, min(count, part.shape[axis] - start)
                 inside = Box(tuple(offset), tuple(shape))
-                place = tuple(a + b for a, b in zip(box.offset, offset, strict=True))
-                split.append((Box(place, inside.shape), part.narrow(inside)))
+                split.append((inside.placed_in(box), part.narrow(inside)))
             pending.extend(reversed(split))
 
     def _check(self, box: Box) -> None:
@@ -368,6 +367,36 @@ class MemoryArray:
     def read_into(self, box: Box, into: Values) -> None:
         """See `Array.read_into`."""
         into[...] = view_of(self.values, box)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputedArray:
+    """Elements that a function makes when they are read.
+
+    Attributes:
+        dtype: see `Array.dtype`.
+        location: see `Array.location`.
+        box: the part of all that the function makes.
+        read: copies the elements in a part of all to an array of its shape.
+    """
+
+    dtype: str
+    location: str
+    box: Box
+    read: Callable[[Box, Values], None] = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `Array.shape`."""
+        return self.box.shape
+
+    def narrow(self, box: Box) -> ComputedArray:
+        """See `Array.narrow`."""
+        return replace(self, box=box.placed_in(self.box))
+
+    def read_into(self, box: Box, into: Values) -> None:
+        """See `Array.read_into`."""
+        self.read(box.placed_in(self.box), into)
 
 
 def view_of(values: Values, box: Box) -> Values:

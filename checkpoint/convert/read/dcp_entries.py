@@ -97,7 +97,7 @@ class EntryArray:
 
     def narrow(self, box: Box) -> EntryArray:
         """See `Array.narrow`."""
-        return replace(self, box=self._outer(box))
+        return replace(self, box=box.placed_in(self.box))
 
     def read_into(self, box: Box, into: Values) -> None:
         """See `Array.read_into`."""
@@ -105,11 +105,7 @@ class EntryArray:
         if self.range is not None:
             stop = self.range.start + math.prod(self.range.shape)
             array = array.flat_range(self.range.start, stop).reshaped(self.range.shape)
-        array.read_into(self._outer(box), into)
-
-    def _outer(self, box: Box) -> Box:
-        offset = tuple(a + b for a, b in zip(self.box.offset, box.offset, strict=True))
-        return Box(offset, box.shape)
+        array.read_into(box.placed_in(self.box), into)
 
 
 def tensor_of_chunks(name: str, tensor: ChunkedTensor) -> ForeignTensor:

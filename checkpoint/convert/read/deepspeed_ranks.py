@@ -38,10 +38,10 @@ from keepstep.checkpoint.convert.read.rank_cuts import (
     merge_of,
 )
 from keepstep.checkpoint.convert.read.rank_tensors import (
-    MeanArray,
     ShardMerge,
     array_of_box,
     joined,
+    mean,
 )
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.rules.planning import keys_by_name, shape_of
@@ -320,7 +320,7 @@ def _round_means(
             copies = _of_all(master, checkpoints)
             box = Box.whole(merge.shape)
             arrays = tuple(array_of_box(master, copies[rank], box) for rank in copies)
-            tensors[key] = whole(MeanArray(arrays, tensors[key].spec.dtype))
+            tensors[key] = whole(mean(arrays, tensors[key].spec.dtype))
 
 
 def _not_said(

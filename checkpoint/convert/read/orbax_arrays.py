@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from keepstep.checkpoint.convert.read.arrays import Values
+from keepstep.checkpoint.convert.read.arrays import ComputedArray, Values
 from keepstep.checkpoint.convert.read.files import ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
@@ -50,46 +50,6 @@ _MOST_RATIO = 2**15
 # Chunks that are decoded one at a time: a chunk is decoded whole, whatever part of it is wanted.
 _LARGE_NBYTES = 2**26
 _ONE_LARGE = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkArray:
-    """The elements in a box of a TensorStore array, as an `Array`.
-
-    Attributes:
-        files: of the tree.
-        store: the TensorStore array.
-        dtype: see `Array.dtype`.
-        box: a chunk of the array, or a part of one.
-        location: see `Array.location`.
-        chunk_nbytes: size of a decoded chunk.
-    """
-
-    files: ForeignFiles
-    store: Any
-    dtype: str
-    box: Box
-    location: str
-    chunk_nbytes: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Array.shape`."""
-        return self.box.shape
-
-    def narrow(self, box: Box) -> ChunkArray:
-        """See `Array.narrow`."""
-        offset = tuple(a + b for a, b in zip(self.box.offset, box.offset, strict=True))
-        inside = Box(offset, box.shape)
-        return ChunkArray(
-            self.files, self.store, self.dtype, inside, self.location, self.chunk_nbytes
-        )
-
-    def read_into(self, box: Box, into: Values) -> None:
-        """See `Array.read_into`."""
-        wanted = self.store[self.narrow(box).box.slices]
-        with _ONE_LARGE if self.chunk_nbytes > _LARGE_NBYTES else nullcontext():
-            into[...] = _result(self.files, self.location, wanted.read, self.chunk_nbytes)
 
 
 @dataclass(frozen=True)
@@ -142,6 +102,12 @@ class OrbaxArrays:
         self._check_chunks(name, math.prod(grid), chunk, location)
         nbytes = math.prod(chunk) * itemsize
         self._check_chunk_size(nbytes, location)
+        array_location = f"{self.files.url}/{name}"
+
+        def read(box: Box, into: Values) -> None:
+            with _ONE_LARGE if nbytes > _LARGE_NBYTES else nullcontext():
+                into[...] = _result(self.files, array_location, store[box.slices].read, nbytes)
+
         pieces = []
         for place in itertools.product(*map(range, grid)):
             offset = tuple(p * n for p, n in zip(place, chunk, strict=True))
@@ -149,8 +115,7 @@ class OrbaxArrays:
                 min(n, extent - at) for n, extent, at in zip(chunk, shape, offset, strict=True)
             )
             box = Box(offset, inside)
-            array = ChunkArray(self.files, store, dtype, box, f"{self.files.url}/{name}", nbytes)
-            pieces.append(Piece(box, array))
+            pieces.append(Piece(box, ComputedArray(dtype, array_location, box, read)))
         return ForeignTensor(TensorSpec(dtype, shape), tuple(pieces))
 
     def _open_zarr(self, start: str, location: str) -> Any:

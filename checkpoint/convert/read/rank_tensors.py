@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.checkpoint.convert.read.arrays import READ_NBYTES, Array, Values, view_of
+from keepstep.checkpoint.convert.read.arrays import (
+    READ_NBYTES,
+    Array,
+    ComputedArray,
+    Values,
+    view_of,
+)
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece, assembled
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Box
@@ -78,7 +84,7 @@ def joined(key: str, merge: ShardMerge, tensors: Mapping[int, ForeignTensor]) ->
             pieces.extend(_moved(tensors[parts[0].rank], parts[0]))
             continue
         copies = tuple(array_of_box(key, tensors[part.rank], part.source) for part in parts)
-        array = MeanArray(copies) if merge.is_mean else ComparedArray(key, copies)
+        array = mean(copies) if merge.is_mean else compared(key, copies)
         pieces.append(Piece(target, array))
     return assembled(key, spec, pieces)
 
@@ -88,140 +94,66 @@ def array_of_box(key: str, tensor: ForeignTensor, box: Box) -> Array:
     for piece in tensor.pieces:
         if box.size and box.is_within(piece.box):
             return piece.array.narrow(box.within(piece.box))
-    return PiecedArray(key, tensor, box)
 
-
-@dataclass(frozen=True, slots=True)
-class PiecedArray:
-    """A block of a tensor that several pieces have."""
-
-    key: str
-    tensor: ForeignTensor
-    box: Box
-
-    @property
-    def dtype(self) -> str:
-        """See `Array.dtype`."""
-        return self.tensor.spec.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Array.shape`."""
-        return self.box.shape
-
-    @property
-    def location(self) -> str:
-        """See `Array.location`: that of the first piece in the block."""
-        found = (piece for piece, _ in _pieces_in(self.tensor, self.box))
-        return next((piece.array.location for piece in found), self.key)
-
-    def narrow(self, box: Box) -> Array:
-        """See `Array.narrow`."""
-        return array_of_box(self.key, self.tensor, _inside(box, self.box))
-
-    def read_into(self, box: Box, into: Values) -> None:
-        """See `Array.read_into`."""
-        wanted = _inside(box, self.box)
-        for piece, common in _pieces_in(self.tensor, wanted):
+    def read(wanted: Box, into: Values) -> None:
+        for piece, common in _pieces_in(tensor, wanted):
             piece.array.read_into(common.within(piece.box), view_of(into, common.within(wanted)))
 
+    first = next((piece.array.location for piece, _ in _pieces_in(tensor, box)), key)
+    return ComputedArray(tensor.spec.dtype, first, box, read)
 
-@dataclass(frozen=True, slots=True)
-class ComparedArray:
-    """Elements that several files have, and that have to be the same in all of them.
 
-    What is read of the first is read of the others too, and compared by bits.
+def compared(key: str, copies: Sequence[Array]) -> ComputedArray:
+    """Return elements that several files have, and that have to be the same in all of them.
+
+    What is read of the first is read of the others too, and compared by bits. Reading them raises
+    `CheckpointDamaged` where they differ.
     """
+    first = copies[0]
+    dtype = numpy_dtype(first.dtype)
 
-    key: str
-    copies: tuple[Array, ...]
-
-    @property
-    def dtype(self) -> str:
-        """See `Array.dtype`."""
-        return self.copies[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Array.shape`."""
-        return self.copies[0].shape
-
-    @property
-    def location(self) -> str:
-        """See `Array.location`: that of the first."""
-        return self.copies[0].location
-
-    def narrow(self, box: Box) -> ComparedArray:
-        """See `Array.narrow`."""
-        return ComparedArray(self.key, tuple(copy.narrow(box) for copy in self.copies))
-
-    def read_into(self, box: Box, into: Values) -> None:
-        """See `Array.read_into`.
-
-        Raises:
-            CheckpointDamaged: the files contradict each other; the message names two.
-        """
-        dtype = numpy_dtype(self.dtype)
+    def read(box: Box, into: Values) -> None:
         for block in blocks(box.shape, dtype.itemsize):
-            part = _inside(block, box)
+            part = block.placed_in(box)
             own = view_of(into, block)
-            self.copies[0].read_into(part, own)
-            for other in self.copies[1:]:
+            first.read_into(part, own)
+            for other in copies[1:]:
                 values = np.empty(part.shape, dtype)
                 other.read_into(part, values)
                 # Equal bits: a NaN equals itself, and -0 is not 0.
                 if values.tobytes() != own.tobytes():
                     raise CheckpointDamaged(
-                        f"{other.location}: its {self.key} is not that of {self.location}, and "
+                        f"{other.location}: its {key} is not that of {first.location}, and "
                         "is to be a copy of it; the files are damaged, or of several runs. If each "
                         "rank has a part of its own, or trained its copy alone, say so by rules: "
                         "shard = 0, or average = true"
                     )
 
+    return ComputedArray(first.dtype, first.location, Box.whole(first.shape), read)
 
-@dataclass(frozen=True, slots=True)
-class MeanArray:
-    """The mean of copies of a tensor that ranks have trained apart.
+
+def mean(copies: Sequence[Array], rounded_to: str | None = None) -> ComputedArray:
+    """Return the mean of copies of a tensor that ranks have trained apart.
 
     It is the sum in the order of the ranks, divided by their number, in 32 bits or more.
     """
+    first = copies[0]
+    stored, dtype = numpy_dtype(first.dtype), rounded_to or first.dtype
+    wide = np.dtype(np.float64 if stored.itemsize > 4 else np.float32)
 
-    copies: tuple[Array, ...]
-    rounded_to: str | None = None
-
-    @property
-    def dtype(self) -> str:
-        """See `Array.dtype`."""
-        return self.rounded_to or self.copies[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Array.shape`."""
-        return self.copies[0].shape
-
-    @property
-    def location(self) -> str:
-        """See `Array.location`: that of the first."""
-        return self.copies[0].location
-
-    def narrow(self, box: Box) -> MeanArray:
-        """See `Array.narrow`."""
-        return MeanArray(tuple(copy.narrow(box) for copy in self.copies), self.rounded_to)
-
-    def read_into(self, box: Box, into: Values) -> None:
-        """See `Array.read_into`."""
-        stored = numpy_dtype(self.copies[0].dtype)
-        wide = np.dtype(np.float64 if stored.itemsize > 4 else np.float32)
+    def read(box: Box, into: Values) -> None:
         for block in blocks(box.shape, stored.itemsize):
-            part = _inside(block, box)
+            part = block.placed_in(box)
             total = np.zeros(part.shape, wide)
-            for copy in self.copies:
+            for copy in copies:
                 values = np.empty(part.shape, stored)
                 copy.read_into(part, values)
                 total += values.astype(wide)
-            total /= wide.type(len(self.copies))
+            total /= wide.type(len(copies))
             with np.errstate(over="ignore", invalid="ignore"):
-                view_of(into, block)[...] = total.astype(numpy_dtype(self.dtype))
+                view_of(into, block)[...] = total.astype(numpy_dtype(dtype))
+
+    return ComputedArray(dtype, first.location, Box.whole(first.shape), read)
 
 
 def blocks(shape: Sequence[int], itemsize: int, most_nbytes: int = READ_NBYTES) -> Iterator[Box]:
@@ -244,7 +176,7 @@ def blocks(shape: Sequence[int], itemsize: int, most_nbytes: int = READ_NBYTES) 
 def _moved(tensor: ForeignTensor, part: RankPart) -> Iterator[Piece]:
     """Yield the pieces of a block of a rank's tensor, at their places in the whole one."""
     for piece, common in _pieces_in(tensor, part.source):
-        place = _inside(common.within(part.source), part.target)
+        place = common.within(part.source).placed_in(part.target)
         yield Piece(place, piece.array.narrow(common.within(piece.box)))
 
 
@@ -254,8 +186,3 @@ def _pieces_in(tensor: ForeignTensor, box: Box) -> Iterable[tuple[Piece, Box]]:
         common = piece.box.intersect(box)
         if common is not None:
             yield piece, common
-
-
-def _inside(box: Box, outer: Box) -> Box:
-    """Return a box that is given in the coordinates of another one in those that has."""
-    return Box(tuple(a + b for a, b in zip(box.offset, outer.offset, strict=True)), box.shape)

@@ -13,7 +13,7 @@ import numpy as np
 
 from keepstep.checkpoint.convert.write.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.convert.write.quantized_elements import dtype_of, elements
-from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.documents import SCALES
 from keepstep.checkpoint.format.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.format.layout.quantized import (
@@ -99,8 +99,7 @@ class Dequantized:
             into = np.frombuffer(request.into, dtype)
             done = 0
             for part in boxes_in_order(TensorSpec(dtype, request.box.shape), _DEQUANTIZED_NBYTES):
-                start = zip(request.box.offset, part.offset, strict=True)
-                box = Box(tuple(first + place for first, place in start), part.shape)
+                box = part.placed_in(request.box)
                 into[done : done + part.size] = elements(self.whole, weight, box).reshape(-1)
                 done += part.size
 

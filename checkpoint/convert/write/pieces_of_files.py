@@ -54,8 +54,7 @@ class Elements:
                 if memory.size < part.size:
                     memory = np.empty(part.size, numpy_dtype(stored))
                 values = memory[: part.size]
-                offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-                request = BoxRequest(self.key, Box(offset, part.shape), values.view(np.uint8).data)
+                request = BoxRequest(self.key, part.placed_in(box), values.view(np.uint8).data)
                 self.source.read([request])
                 if self.dtype == stored:
                     yield request.into

@@ -13,7 +13,7 @@ import numpy as np
 
 from keepstep.checkpoint.convert.write.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.content_digest import OF_ONE_SAVE
 from keepstep.checkpoint.format.layout.described import found, is_wider
 from keepstep.checkpoint.format.layout.documents import CONFIG, MASTERS, TIED
@@ -126,8 +126,7 @@ class Selection:
             done = 0
             for part in boxes_in_order(TensorSpec(stored, request.box.shape), _ROUNDED_NBYTES):
                 values = np.empty(part.size, numpy_dtype(stored))
-                start = zip(request.box.offset, part.offset, strict=True)
-                box = Box(tuple(first + place for first, place in start), part.shape)
+                box = part.placed_in(request.box)
                 self.whole.read([BoxRequest(request.key, box, values.view(np.uint8).data)])
                 into[done : done + part.size] = rounded(values, wanted)
                 done += part.size

@@ -73,6 +73,10 @@ class Box:
         """Return this box in the coordinates of `outer`, which must contain it."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
+    def placed_in(self, outer: Box) -> Box:
+        """Return the box that has this one's coordinates inside `outer`: undoes `within`."""
+        return Box(tuple(a + b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Return `within(outer).slices`, without the box between: a store asks for thousands."""
         return tuple(

@@ -11,13 +11,13 @@ import pytest
 from keepstep.checkpoint.convert.read.arrays import Array, MemoryArray
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece, assembled
 from keepstep.checkpoint.convert.read.rank_tensors import (
-    ComparedArray,
-    MeanArray,
     RankPart,
     ShardMerge,
     array_of_box,
     blocks,
+    compared,
     joined,
+    mean,
 )
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Box, overlapping
@@ -66,7 +66,7 @@ def test_copies_are_compared_in_the_box_that_is_read() -> None:
     values = numbers(3, 4)
     other = values.copy()
     other[1, 1] = -1
-    array = ComparedArray(
+    array = compared(
         "w", tuple(MemoryArray("float32", v, n) for v, n in ((values, "a"), (other, "b")))
     )
     assert np.array_equal(read(array, Box((1, 2), (2, 2))), values[1:, 2:])
@@ -77,9 +77,9 @@ def test_copies_are_compared_in_the_box_that_is_read() -> None:
 
 def test_bits_are_compared_not_numbers() -> None:
     nan, zeros = np.full((2,), np.nan, np.float32), np.zeros((2,), np.float32)
-    assert np.isnan(read(ComparedArray("w", _twice(nan, nan)), Box((0,), (2,)))).all()
+    assert np.isnan(read(compared("w", _twice(nan, nan)), Box((0,), (2,)))).all()
     with pytest.raises(CheckpointDamaged):
-        read(ComparedArray("w", _twice(zeros, -zeros)), Box((0,), (2,)))
+        read(compared("w", _twice(zeros, -zeros)), Box((0,), (2,)))
 
 
 def _twice(first: Values, other: Values) -> tuple[MemoryArray, MemoryArray]:
@@ -88,10 +88,10 @@ def _twice(first: Values, other: Values) -> tuple[MemoryArray, MemoryArray]:
 
 def test_mean_is_that_of_the_box_that_is_read() -> None:
     values = numbers(3, 4)
-    array = MeanArray(_twice(values, values + 3))
+    array = mean(_twice(values, values + 3))
     assert np.array_equal(read(array, Box((1, 2), (2, 2))), values[1:, 2:] + 1.5)
     assert np.array_equal(read(array.narrow(Box((2, 0), (1, 4))), Box((0, 3), (1, 1))), [[12.5]])
-    narrow = MeanArray(_twice(values, values + 1), "bfloat16")
+    narrow = mean(_twice(values, values + 1), "bfloat16")
     assert narrow.dtype == "bfloat16"
 
 
@@ -108,7 +108,7 @@ def test_blocks_are_disjoint_and_cover_what_is_read() -> None:
 def test_large_copies_are_compared_block_by_block() -> None:
     values = numbers(3, 2**19)
     other = values.copy()
-    array = ComparedArray("w", _twice(values, other))
+    array = compared("w", _twice(values, other))
     assert np.array_equal(read(array, Box((1, 1), (2, 2**19 - 1))), values[1:, 1:])
     other[2, -1] = 0
     with pytest.raises(CheckpointDamaged):
