@@ -33,7 +33,7 @@ class ConvertedArray:
         return ConvertedArray(self.stored.narrow(box), self.dtype)
 
     def read_into(self, box: Box, into: Values) -> None:
-        """See `Array.read_into`. At most a few MiB are in memory beside."""
+        """See `Array.read_into`. It needs a few MiB more at most."""
         for part_box, part in self.stored.narrow(box).dense_parts():
             with np.errstate(over="ignore", invalid="ignore"):
                 view_of(into, part_box)[...] = part.read().astype(numpy_dtype(self.dtype))

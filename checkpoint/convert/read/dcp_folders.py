@@ -158,7 +158,7 @@ def _is_state_of_module(root: Mapping[str, Any]) -> bool:
 
 
 def _is_with_model_at_root(root: Mapping[str, Any]) -> bool:
-    """Return whether a state's tensors are the module's, and not values beside a module's state."""
+    """Return whether a state's tensors are the module's, not values next to a module's state."""
     if any("." in name and _is_tensor(value) for name, value in root.items()):
         return True
     return not any(map(is_model, root.values()))

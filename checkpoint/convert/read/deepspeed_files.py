@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _EXPERTS = re.compile(r"(?:layer_\d+_)?expert_.*|expp_rank_.*")
-# What the module's file has beside what the script added.
+# Entries of the module's file that DeepSpeed writes; the script adds the others.
 _STRUCTURE = (
     "module",
     "optimizer",
@@ -49,8 +49,8 @@ _STRUCTURE = (
     "universal_checkpoint_info",
 )
 _SETTINGS = ("ds_config", "ds_version", "buffer_names")
-# What DeepSpeed writes beside its checkpoints, and by which they are known.
-_BESIDE = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+# Files that DeepSpeed writes next to its checkpoints' directories.
+_NEXT_TO_CHECKPOINTS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _CHECKPOINT = re.compile(rf"(?:{_MODEL.pattern})|(?:{_OPTIMIZER.pattern})|zero/.+")
 
 
@@ -123,8 +123,8 @@ def optimizer_files(files: ForeignFiles) -> list[list[OptimizerFile]]:
 def left_out_files(files: ForeignFiles, opened: Collection[str]) -> list[LeftOut]:
     """Return the files that were not opened: all by name but those that were, and the modules'.
 
-    Beside the checkpoint's directory, files and directories are meant that are no other checkpoints
-    of DeepSpeed's, and none of what it writes there.
+    Files and directories next to the checkpoint's directory are listed, too, unless they are other
+    checkpoints of DeepSpeed, or files that it writes there.
     """
     of_modules = {name for row in _names_by_rank(files, _MODEL) for name in row}
     left_out = [
@@ -134,17 +134,19 @@ def left_out_files(files: ForeignFiles, opened: Collection[str]) -> list[LeftOut
     ]
     parent = files.directory.rstrip("/").rpartition("/")[0]
     above = f"{parent}/" if parent else ""
-    beside: dict[str, list[str]] = {}
+    neighbours: dict[str, list[str]] = {}
     for name in files.all_names if files.directory else ():
         if not name.startswith(files.directory):
             inside = name[len(above) :] if name.startswith(above) else name
             top, slash, rest = inside.partition("/")
-            beside.setdefault(f"{top}{slash}", []).append(rest)
-    for top, names in beside.items():
-        if top not in _BESIDE and not any(_CHECKPOINT.fullmatch(name) for name in names):
+            neighbours.setdefault(f"{top}{slash}", []).append(rest)
+    for top, names in neighbours.items():
+        if top not in _NEXT_TO_CHECKPOINTS and not any(
+            _CHECKPOINT.fullmatch(name) for name in names
+        ):
             count = f" ({len(names)} files)" if len(names) > 1 else ""
             left_out.append(
-                LeftOut(f"{top}{count}", "it is beside the checkpoint's directory, not in it")
+                LeftOut(f"{top}{count}", "it is next to the checkpoint's directory, not in it")
             )
     return left_out
 
@@ -172,7 +174,7 @@ def add_rest(contents: Contents, model: ModelFile, settings: Mapping[str, Any]) 
     Args:
         contents: where to add it.
         model: the first module's file.
-        settings: what the optimizer's file has beside the state, such as `clip_grad`.
+        settings: what the optimizer's file has besides the state, such as `clip_grad`.
     """
     for name, first in model.shared.items():
         contents.tie(name, first)

@@ -194,7 +194,7 @@ def _add_master(
     slices: _Ranges,
     stage: int,
 ) -> None:
-    """Add a parameter as the optimizer has it: as the module's, beside it, or as both."""
+    """Add a parameter as the optimizer has it: as the module's, as a slot, or as both."""
     stub = model.module.get(name)
     dtype = stub.dtype if isinstance(stub, FileArray) else "float32"
     stored = slices[0][1].dtype if slices else "float32"

@@ -3,7 +3,7 @@
 Whoever wrote them is not trusted. A file is opened only by a name that the storage listed, so no
 name inside a file leads out of the checkpoint, and every range is checked against the file's size.
 A link in a folder leads no further than the folder, or to the cache that Hugging Face's library
-keeps beside it.
+keeps next to it.
 """
 
 from __future__ import annotations

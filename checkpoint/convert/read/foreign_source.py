@@ -137,7 +137,7 @@ class ForeignCheckpoint:
         """See `Source.read`. No format that is read here has checksums of tensors.
 
         Bytes that lie close together are read once for all requests. At most a few MiB of each of
-        eight threads are in memory beside what the requests have.
+        eight threads are in memory besides the requests' buffers.
         """
         copies: list[Copy] = []
         others: list[_OtherRead] = []

@@ -239,7 +239,7 @@ def _versions(files: ForeignFiles) -> dict[str, object]:
 
 
 def _others_of(value: object) -> Iterator[tuple[str, object]]:
-    """Yield what optimizers say beside groups and state, such as a scaler of losses."""
+    """Yield what optimizers hold apart from groups and state, such as a scaler of losses."""
     if isinstance(value, dict):
         for name, item in value.items():
             if type(name) is int:

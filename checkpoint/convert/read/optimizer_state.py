@@ -180,8 +180,8 @@ def _fits(
         for slot, value in slots.items():
             tensor = tensor_of(value, f"{member}")
             if tensor is not None and tensor.spec.shape not in ((), (1,)):
-                is_alike = tensor.spec.shape == parameter.spec.shape
-                has_shape.setdefault(str(slot), set()).add(is_alike)
+                is_same = tensor.spec.shape == parameter.spec.shape
+                has_shape.setdefault(str(slot), set()).add(is_same)
     return not any(len(found) == 2 for found in has_shape.values())
 
 

@@ -29,7 +29,7 @@ from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 STEP_METADATA = "_CHECKPOINT_METADATA"
 
 DOCUMENT = "orbax"
-"""The document that has what Orbax and its user noted beside the state."""
+"""The document with the notes of Orbax and of its user."""
 
 _JSON_ITEM = "metadata"
 # How a manager names the folders of steps; what is saved alone has this file, and any name.
@@ -40,7 +40,7 @@ _STEPS = ("step", "global_step")
 _ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _SCALAR = "scalar"
 _STRING = "string"
-# Beside the arrays, and of no use to who reads them.
+# Files of the stores, which are of no use without the arrays.
 _STRUCTURE = re.compile(
     rf"{METADATA}|{STRINGS}|{re.escape(MANIFEST)}|manifest\.[0-9a-f]{{16}}"
     r"|(?:ocdbt\.process_[^/]*/)?(?:manifest\.[^/]*|(?:d|ocdbt_data|ocdbt_meta)/[^/]*)"
@@ -128,7 +128,7 @@ def _add_json_items(
 def _leave_out_files(
     contents: Contents, files: ForeignFiles, item: str, tree: OrbaxTree
 ) -> set[str]:
-    """Leave out what is beside an item's arrays; return the files of the item."""
+    """Leave out an item's files that are no arrays; return the files of the item."""
     start = f"{item}/" if item else ""
     opened = set()
     arrays = {} if tree.is_ocdbt else {leaf.array_name: True for leaf in tree.leaves}
@@ -225,7 +225,7 @@ class _State:
         return self._step()
 
     def _step(self) -> int | None:
-        """Return the number of steps beside the parameters, if there is one."""
+        """Return the number of steps next to the parameters, if there is one."""
         for path in ((*place, name) for place in self._places() for name in _STEPS):
             step = None
             if path in self._values:

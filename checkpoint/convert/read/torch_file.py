@@ -143,7 +143,7 @@ class _TorchZip:
         return names_in(self._bytes(pickle), pickle.location)
 
     def _directory(self) -> dict[str, _Entry]:
-        """Return the entries, once they are shown to be distinct, plain, and beside each other."""
+        """Return the entries, once they are shown to be distinct, plain, and disjoint."""
         try:
             with zipfile.ZipFile(self._file) as archive:
                 listed = archive.infolist()

@@ -1,6 +1,6 @@
 """Reads checkpoints of Hugging Face's Trainer and Accelerate, of PEFT, and of Lightning.
 
-The first three are folders with the weights as in any folder of Hugging Face, beside files of
+The first three are folders with the weights as in any folder of Hugging Face, next to files of
 `torch.save` whatever their endings are. Lightning writes one such file.
 """
 
@@ -121,7 +121,7 @@ def _add_other_files(
     read: set[str],
     parameter_names: ParameterNames,
 ) -> int:
-    """Add what is beside the weights; return the number of steps."""
+    """Add everything but the weights; return the number of steps."""
     step: int | None = None
     for name in files.names:
         if name in read:
@@ -149,7 +149,7 @@ def _add_other_files(
 
 
 def _step_in(stem: str, tree: object) -> int | None:
-    """Return the steps that Accelerate notes beside the state of the random generators."""
+    """Return the steps that Accelerate notes with the state of the random generators."""
     return step_of(mapping_of(tree).get("step")) if stem.startswith("random_states_") else None
 
 

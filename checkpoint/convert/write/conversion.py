@@ -87,7 +87,7 @@ _MODELS_ONLY = (Target.SAFETENSORS, Target.HUGGING_FACE)
 _DEEPSPEED = (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)
 _WITH_OWN_MASTERS = (*_DEEPSPEED, Target.MEGATRON_CORE)
 """Formats that have the masters of all parameters, however wide these are."""
-_BESIDE_WEIGHTS = frozenset(
+_COPIED_NAMES = frozenset(
     {
         "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
         "merges.txt", "preprocessor_config.json", "processor_config.json",
@@ -95,7 +95,7 @@ _BESIDE_WEIGHTS = frozenset(
         "tokenizer_config.json", "vocab.json", "vocab.txt",
     }
 )  # fmt: skip
-_MOST_BESIDE_NBYTES = 2**28
+_MOST_COPIED_NBYTES = 2**28
 _IN_DEEPSPEED = frozenset({DEEPSPEED, GROUPS, MASTERS, SCALARS, TIED, VALUES})
 
 
@@ -207,8 +207,10 @@ def _files_of_folder(
 ) -> Sequence[PlannedFile]:
     """Return the files of the folder that a checkpoint is in a format of several files."""
     if target == Target.HUGGING_FACE:
-        beside = {name: files.read(name, _MOST_BESIDE_NBYTES) for name, files in _beside(request)}
-        return hugging_face_files(chosen, beside)
+        copied = {
+            name: files.read(name, _MOST_COPIED_NBYTES) for name, files in _copied_files(request)
+        }
+        return hugging_face_files(chosen, copied)
     # Loaded only here: they load PyTorch.
     from keepstep.checkpoint.convert.write.dcp_target import dcp_files
     from keepstep.checkpoint.convert.write.deepspeed_target import deepspeed_files
@@ -265,13 +267,13 @@ def _write_universal(
         )
 
 
-def _beside(request: ConversionRequest | None) -> list[tuple[str, ForeignFiles]]:
+def _copied_files(request: ConversionRequest | None) -> list[tuple[str, ForeignFiles]]:
     """Return the files of a folder of Hugging Face that go with its weights as they are."""
     location = None if request is None else request.location
     if location is None or location.format not in (Format.HUGGING_FACE, Format.TRAINER):
         return []
     files = files_of(location)
-    return [(name, files) for name in files.names if name in _BESIDE_WEIGHTS]
+    return [(name, files) for name in files.names if name in _COPIED_NAMES]
 
 
 def left_out_of(
@@ -281,7 +283,7 @@ def left_out_of(
 
     Each line has a name and the reason.
     """
-    copied = _beside(request) if target == Target.HUGGING_FACE else []
+    copied = _copied_files(request) if target == Target.HUGGING_FACE else []
     kept = {name for name, _ in copied}
     lines = [f"{item.name}: {item.reason}" for item in opened.left_out if item.name not in kept]
     lines += [f"{name}: only the model is converted" for name in chosen.left_out()]

@@ -3,7 +3,7 @@
 `{"model": ..., "optim": {"state": ..., "param_groups": ...}}` by names of parameters is what
 `torch.distributed.checkpoint.state_dict` makes of models and optimizers, such as those of FSDP2,
 so `torch.distributed.checkpoint.load` reads the folder into them on any number of ranks. Other
-tensors and values are beside these, by name. What only keepstep has, such as which slot is a
+tensors and values follow by name. What only keepstep has, such as which slot is a
 parameter's master, is one more value, `keepstep`.
 """
 
@@ -102,7 +102,7 @@ def _optimizer(parts: StateParts) -> Iterator[Leaf]:
             for slot, value in parts.scalars.get(name, {}).items():
                 yield ValueLeaf((*path, slot), value)
     for number, group in enumerate(parts.groups):
-        # Optimizers of named parameters have, and so ask for, their names beside `params`.
+        # Optimizers of named parameters have, and so ask for, their names next to `params`.
         names = {"params": list(group.parameters), "param_names": list(group.parameters)}
         for option, value in {**group.options, **names}.items():
             yield ValueLeaf(("optim", "param_groups", number, option), value)

@@ -37,7 +37,7 @@ _STEP = "step"
 _BUFFERS = ("running_mean", "running_var")
 _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _SETTINGS = ("dynamic_loss_scale", "overflow", "clip_grad")
-# What the engine's own state is called in the module's file, beside what the script added.
+# The engine's own entries in the module's file, which has those of the script, too.
 _OWN = (
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "sparse_tensor_module_names", "dp_world_size", "mp_world_size",
@@ -139,7 +139,7 @@ class DeepSpeedState:
         return {**group.options, "params": list(range(first, first + count))}
 
     def settings(self) -> dict[str, object]:
-        """Return what the optimizer noted beside its state, if the source was DeepSpeed's."""
+        """Return what the optimizer noted with its state, if the source was DeepSpeed's."""
         noted = self.parts.documents.get(DEEPSPEED) or {}
         return {name: noted[name] for name in _SETTINGS if name in noted}
 

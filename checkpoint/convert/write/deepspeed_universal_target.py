@@ -1,6 +1,6 @@
 """Writes a checkpoint as DeepSpeed's tool `ds_to_universal` does: a folder per parameter.
 
-`zero/NAME/fp32.pt` is a parameter as the optimizer has it, the files beside it its slots. Engines
+`zero/NAME/fp32.pt` is a parameter as the optimizer has it, the other files its slots. Engines
 of stages 1 and 2 look for the module's file under one name and for mappings with the tensor, those
 of stage 3 under another and for flattened tensors, which the stage given decides.
 """

@@ -12,7 +12,7 @@ from keepstep.checkpoint.format.layout.source import Source
 _MARKS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
-def are_groups_told_apart(source: Source, parts: StateParts) -> bool:
+def are_groups_distinct(source: Source, parts: StateParts) -> bool:
     """Return whether Megatron's rules give each group that is written the parameters it has."""
     shapes = {name: source.tensors[key].shape for name, key in parts.model.items()}
     written = [

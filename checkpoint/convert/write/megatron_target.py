@@ -37,7 +37,7 @@ from keepstep.checkpoint.convert.write.dcp_metadata_writer import (
     value_entry,
 )
 from keepstep.checkpoint.convert.write.megatron_groups import (
-    are_groups_told_apart,
+    are_groups_distinct,
     by_experts,
     marked,
 )
@@ -132,7 +132,7 @@ def megatron_left_out(source: Source) -> list[str]:
         for alias, tie in parts.ties.items()
         if alias != OUTPUT_LAYER or not has_arguments
     ]
-    if parts.groups and not are_groups_told_apart(source, parts):
+    if parts.groups and not are_groups_distinct(source, parts):
         lines.append(
             "optim/groups: Megatron's files do not name the parameters of groups, and its rules "
             "on weight decay, experts and learning rates do not lead to these groups"
@@ -156,7 +156,7 @@ def _entries(
 ) -> tuple[list[WrittenTensor], list[WrittenValue], bool]:
     """Return the tensors and values of a folder, and whether layers have tensors of their own."""
     settings: Mapping[str, Json] = source.documents.get(MEGATRON) or {}
-    apart = not _are_alike(source, parts) or settings.get(LAYERS_APART) is True
+    apart = not _are_equal(source, parts) or settings.get(LAYERS_APART) is True
     model = _stacks(parts.model, apart=apart)
     tensors = [tensor for stack in model for tensor in _written(source, stack, files)]
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -197,7 +197,7 @@ def _master_slots(masters: Mapping[str, Json]) -> dict[str, str]:
     return {key.removeprefix(MODEL_PREFIX): master["slot"] for key, master in masters.items()}
 
 
-def _are_alike(source: Source, parts: StateParts) -> bool:
+def _are_equal(source: Source, parts: StateParts) -> bool:
     """Return whether all layers have the same tensors.
 
     Raises:

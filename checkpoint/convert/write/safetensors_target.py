@@ -41,12 +41,12 @@ def safetensors_file(source: Source) -> tuple[Piece, ...]:
     return _pieces(source, _model_names(source))
 
 
-def hugging_face_files(source: Source, beside: Mapping[str, bytes]) -> list[PlannedFile]:
+def hugging_face_files(source: Source, copied: Mapping[str, bytes]) -> list[PlannedFile]:
     """Return the files of a folder: weights, an index, and config.json if it is known.
 
     Args:
         source: a checkpoint with nothing but a model.
-        beside: further files of the folder, such as a tokenizer's, by name.
+        copied: further files of the folder, such as a tokenizer's, by name.
 
     Raises:
         LayoutMismatch: a data type is none of the format's.
@@ -59,7 +59,7 @@ def hugging_face_files(source: Source, beside: Mapping[str, bytes]) -> list[Plan
     ]
     if len(shards) == 1:
         file_names = ["model.safetensors"]
-    contents = dict(beside)
+    contents = dict(copied)
     if CONFIG in source.documents:
         contents["config.json"] = _json(source.documents[CONFIG])
     if len(shards) > 1:

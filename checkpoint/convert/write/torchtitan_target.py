@@ -2,8 +2,8 @@
 
 The module's tensors have their names and nothing before them. The optimizer's state is one mapping,
 `optimizer`, by `state.PARAMETER.SLOT` and `param_groups.PARAMETER.OPTION`. `train_state.step` is
-the step. What torchtitan asks for beside, `lr_scheduler`, `dataloader` and
-`train_state.ntokens_seen`, is there if the source has values of these names.
+the step. The other values of torchtitan, `lr_scheduler`, `dataloader` and
+`train_state.ntokens_seen`, are there if the source has values of these names.
 """
 
 from __future__ import annotations

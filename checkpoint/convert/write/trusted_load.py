@@ -114,7 +114,7 @@ def _type_name(value: object) -> str:
 
 def main(file: str, directory: Path) -> None:
     """Load a file, and write what it has of tensors and plain values."""
-    # Its modules are likely beside it or here. Last: they hide no others.
+    # Its modules are likely next to it or here. Last: they hide no others.
     sys.path += [os.getcwd(), str(Path(file).absolute().parent)]
     loaded = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     values = PlainValues()

@@ -5,7 +5,7 @@ was interrupted is taken up by the next one of the same, and by no other. It rea
 written before should have: if values of the source have changed meanwhile, they are written again.
 
 A part is written by whoever is asked to, in this process or in another one, and what is known of it
-is noted beside it. So processes share nothing but the storage.
+is noted next to it. So processes share nothing but the storage.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class ZeroLayout:
-    """A stage of ZeRO, a number of ranks, and what the module has beside parameters.
+    """A stage of ZeRO, a number of ranks, and the names of the module's buffers.
 
     Attributes:
         stage: 1, 2 or 3; None if it is not given.

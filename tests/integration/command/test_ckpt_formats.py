@@ -73,7 +73,9 @@ def test_checkpoints_of_other_tools_are_listed_shown_and_verified(
     assert (listed["format"], listed["step"]) == (form, step)
     for url in (path, f"{form}:{path}"):
         shown = json_of("show", url, "--documents")
-        skipped = {"deepspeed": ["expected.pt: it is beside the checkpoint's directory, not in it"]}
+        skipped = {
+            "deepspeed": ["expected.pt: it is next to the checkpoint's directory, not in it"]
+        }
         assert (shown["format"], shown["step"]) == (form, step)
         assert shown["left_out"] == skipped.get(form, [])
         assert len(shown["tensors"]) == listed["tensors"]

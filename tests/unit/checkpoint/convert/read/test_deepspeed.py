@@ -27,7 +27,7 @@ from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.opened_checkpoints import open_foreign
 
 FIXTURES = Path(__file__).parents[4] / "foreign_fixtures" / "deepspeed"
-BESIDE = "it is beside the checkpoint's directory, not in it"
+NEXT_TO_IT = "it is next to the checkpoint's directory, not in it"
 STAGES = {
     "zero1_bf16_4": "DeepSpeed ZeRO 1",
     "zero1_fp32_2": "DeepSpeed ZeRO 1",
@@ -61,7 +61,7 @@ def test_state_is_what_plain_training_arrives_at(name: str) -> None:
     seen = torch.tensor([5.0, 7.0], dtype=expected["model/frozen.weight"].dtype)
     assert_same(source, "model/seen", seen)
     assert set(source.tensors) == {*expected, "model/seen"}
-    assert [(left.name, left.reason) for left in source.left_out] == [("expected.pt", BESIDE)]
+    assert [(left.name, left.reason) for left in source.left_out] == [("expected.pt", NEXT_TO_IT)]
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -266,7 +266,7 @@ def test_files_that_are_not_deepspeeds_are_left_out_by_name(tmp_path: Path, name
             (name, "it was not opened: DeepSpeed has no state of its own in it")
             for name in ("custom_0.pt", "zero_to_fp32.py")
         ),
-        ("expected.pt", BESIDE),
+        ("expected.pt", NEXT_TO_IT),
     ]
 
 

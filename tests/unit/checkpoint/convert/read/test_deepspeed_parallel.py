@@ -59,7 +59,7 @@ REAL = {
     ),
 }
 UNIVERSAL = ("pipe_2_2_2_zero1_bf16", "autotp_2_2_zero1_bf16", "autotp_2_1_zero3_bf16")
-BESIDE = "it is beside the checkpoint's directory, not in it"
+NEXT_TO_IT = "it is next to the checkpoint's directory, not in it"
 BLOCK = {
     "norm": Parameter((6,)),
     "qkv": Parameter((12, 6), 0, (4, 4, 4)),
@@ -595,7 +595,7 @@ def test_what_lies_beside_the_checkpoint_is_left_out_by_name(tmp_path: Path) -> 
         (run / name).write_text("")
     left_out = open_foreign(str(run)).left_out
     assert [(item.name, item.reason) for item in left_out] == [
-        ("logs/ (2 files)", BESIDE), ("notes.txt", BESIDE),
+        ("logs/ (2 files)", NEXT_TO_IT), ("notes.txt", NEXT_TO_IT),
     ]  # fmt: skip
     assert open_foreign(str(run / "global_step3")).left_out == ()
 
