@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.convert.write.opened import Opened, locate, open_location
 from keepstep.checkpoint.format.layout.location import Format, Location
 

@@ -11,7 +11,7 @@ import logging
 from dataclasses import replace
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, summary
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.convert.write.dequantized import (
     Dequantized,
     dequantized,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import find_foreign, locate_foreign, open_located
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.location import Format, Location

@@ -82,11 +82,13 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " checkpoint.ranks"
         ),
         "checkpoint.ranks.shared_foreign": (
-            "checkpoint.convert.read checkpoint.errors checkpoint.format.layout checkpoint.ranks"
+            "checkpoint.convert.read checkpoint.convert.rules checkpoint.errors"
+            " checkpoint.format.layout checkpoint.ranks"
         ),
         "checkpoint.ranks.foreign_load": (
-            "checkpoint.convert.read checkpoint.convert.write checkpoint.errors"
-            " checkpoint.format.layout checkpoint.format.stored checkpoint.live checkpoint.ranks"
+            "checkpoint.convert.read checkpoint.convert.rules checkpoint.convert.write"
+            " checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
+            " checkpoint.ranks"
             " checkpoint.ranks.fill_state checkpoint.ranks.shared_foreign"
         ),
         "checkpoint.saving": (

@@ -20,9 +20,14 @@ from typing import Any
 from keepstep.checkpoint.convert.read.contents import mapping_of
 from keepstep.checkpoint.convert.read.files import damaged
 from keepstep.checkpoint.convert.read.pickled_values import Record
-from keepstep.checkpoint.convert.read.rank_cuts import REPLICATED, ShardSpec, merge_of
-from keepstep.checkpoint.convert.read.rank_tensors import RankPart, ShardMerge
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
+from keepstep.checkpoint.convert.rules.rank_merges import (
+    REPLICATED,
+    RankPart,
+    ShardMerge,
+    ShardSpec,
+    merge_of,
+)
 from keepstep.checkpoint.convert.rules.rule import Shape, Sharding
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Box

@@ -31,20 +31,11 @@ from keepstep.checkpoint.convert.read.deepspeed_zero import names_of_slices, rea
 from keepstep.checkpoint.convert.read.files import ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, LeftOut
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, whole
-from keepstep.checkpoint.convert.read.rank_cuts import (
-    REPLICATED,
-    RankRules,
-    joinings_by_rules,
-    merge_of,
-)
-from keepstep.checkpoint.convert.read.rank_tensors import (
-    ShardMerge,
-    array_of_box,
-    joined,
-    mean,
-)
+from keepstep.checkpoint.convert.read.rank_tensors import array_of_box, joined, mean
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.rules.planning import keys_by_name, shape_of
+from keepstep.checkpoint.convert.rules.rank_merges import REPLICATED, ShardMerge, merge_of
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules, join_ranks
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.documents import GROUPS, MASTERS, PADDING, SCALARS, TIED
@@ -268,7 +259,7 @@ def _joined_ranks(model_ranks: Sequence[ModelRank], rank_rules: RankRules | None
     documents = _documents_of_ranks(model_ranks)
     # What the tool itself wrote counts first: rules may be a preset, of another tool's cuts.
     if info is None and rank_rules is not None:
-        merges = joinings_by_rules(rank_rules, specs)
+        merges = join_ranks(rank_rules, specs)
     else:
         buffers = model_ranks[0].file.buffers
         if info is None and not buffers.issuperset(keys_by_name(specs[0])):

@@ -37,9 +37,9 @@ from keepstep.checkpoint.convert.read.deepspeed_zero import add_frozen_parts, ad
 from keepstep.checkpoint.convert.read.files import Extent, ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.pieces import whole
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.format.layout.documents import MASTERS, TIED

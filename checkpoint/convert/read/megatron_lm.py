@@ -32,11 +32,11 @@ from keepstep.checkpoint.convert.read.megatron_settings import (
     optimizers_in,
 )
 from keepstep.checkpoint.convert.read.pickled_json import described
-from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece, assembled, whole
+from keepstep.checkpoint.convert.read.pieces import ForeignTensor, whole
+from keepstep.checkpoint.convert.read.rank_tensors import joined
 from keepstep.checkpoint.convert.rules.matching import match_names
-from keepstep.checkpoint.convert.rules.plan import Plan
 from keepstep.checkpoint.convert.rules.planning import names_of
-from keepstep.checkpoint.convert.rules.rank_shards import join_ranks, megatron_ranks, rank_key
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules, join_ranks, megatron_ranks
 from keepstep.checkpoint.errors import FormatUnsupported, RulesInvalid
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
 from keepstep.checkpoint.format.layout.documents import MASTERS
@@ -45,7 +45,6 @@ from keepstep.checkpoint.format.layout.source import TensorSpec
 _READ_APART = ("args", "optimizer", "checkpoint_version", "rng_state")
 _OF_RANKS = "the file of each rank has its own, which is of use to that rank alone"
 _EXTRA_STATE = "_extra_state"
-_COMPARED_NBYTES = 2**20
 """Copies of more bytes are not compared: to open a checkpoint is not to read it."""
 
 _Arrays = dict[str, FileArray]
@@ -152,9 +151,6 @@ def _joined(stage: Sequence[RankFile], ranks: Sequence[_Arrays]) -> dict[str, Fo
     """Return the tensors that the ranks of a stage have together."""
     if len(ranks) == 1:
         return {key: whole(array) for key, array in ranks[0].items()}
-    arrays = {
-        rank_key(rank, key): array for rank, of in enumerate(ranks) for key, array in of.items()
-    }
     specs = [
         {key: TensorSpec(array.dtype, array.shape) for key, array in of.items()} for of in ranks
     ]
@@ -178,41 +174,14 @@ def _joined(stage: Sequence[RankFile], ranks: Sequence[_Arrays]) -> dict[str, Fo
                 f"{len(unmatched)} tensors); load it with Megatron-LM, and save it with "
                 "--ckpt-format torch_dist"
             )
-        plan = join_ranks(rules, specs, config)
+        merges = join_ranks(RankRules(rules, config), specs)
     except RulesInvalid as error:
         raise damaged(together, str(error)) from None
-    _compare(plan, arrays)
-    return {
-        key: assembled(
-            key,
-            tensor.spec,
-            [
-                Piece(view.target_box, arrays[view.source].narrow(view.source_box))
-                for view in tensor.views
-                if view.source is not None
-            ],
-        )
-        for key, tensor in plan.tensors.items()
-    }
-
-
-def _compare(plan: Plan, arrays: Mapping[str, FileArray]) -> None:
-    """Compare what all ranks have the same, if it is small.
-
-    Raises:
-        CheckpointDamaged: ranks have other values.
-    """
-    for keys in plan.equal:
-        first = arrays[keys[0]]
-        if first.nbytes > _COMPARED_NBYTES:
-            continue
-        for key in keys[1:]:
-            if arrays[key].read().tobytes() != first.read().tobytes():
-                raise damaged(
-                    arrays[key].location,
-                    f"its {key.split('/', 2)[2]} differs from that of {first.location}, and all "
-                    "ranks are to have the same",
-                )
+    tensors: dict[str, dict[int, ForeignTensor]] = {key: {} for key in merges}
+    for rank, of_rank in enumerate(ranks):
+        for key, array in of_rank.items():
+            tensors[key][rank] = whole(array)
+    return {key: joined(key, merge, tensors[key]) for key, merge in merges.items()}
 
 
 def _add_rest(contents: Contents, first: RankFile, trained: Mapping[str, tuple[int, ...]]) -> None:

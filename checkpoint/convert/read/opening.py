@@ -19,7 +19,6 @@ from keepstep.checkpoint.convert.read.hugging_face import read_hugging_face, rea
 from keepstep.checkpoint.convert.read.megatron_core import read_megatron_core
 from keepstep.checkpoint.convert.read.megatron_lm import read_megatron_lm
 from keepstep.checkpoint.convert.read.orbax_folders import read_orbax
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
 from keepstep.checkpoint.convert.read.recognition import recognize, recognize_all
 from keepstep.checkpoint.convert.read.sharded_files import read_sharded_files
 from keepstep.checkpoint.convert.read.state_dicts import read_state_dicts
@@ -28,6 +27,7 @@ from keepstep.checkpoint.convert.read.training_folders import (
     read_lightning,
     read_training_folder,
 )
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.layout.parameter_order import ParameterNames

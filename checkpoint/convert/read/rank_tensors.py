@@ -1,7 +1,7 @@
 """Presents tensors that ranks have in parts or copies, in their own files, as one tensor.
 
 Pure. Which part of a rank's tensor lies where in the whole one is said by others
-(`checkpoint.convert.read.rank_cuts`); here the pieces of the ranks' tensors become pieces of
+(`checkpoint.convert.rules.rank_merges`); here the pieces of the ranks' tensors become pieces of
 the whole. Where several ranks have the same block, it is read of all of them and compared, or its
 mean is taken.
 """
@@ -9,7 +9,6 @@ mean is taken.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,48 +20,11 @@ from keepstep.checkpoint.convert.read.arrays import (
     view_of,
 )
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece, assembled
+from keepstep.checkpoint.convert.rules.rank_merges import RankPart, ShardMerge
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.source import TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """A block of a rank's tensor, and the block of the whole tensor that it is.
-
-    Attributes:
-        rank: the rank.
-        source: the block in the rank's tensor.
-        target: the block, of the same shape, in the whole one.
-    """
-
-    rank: int
-    source: Box
-    target: Box
-
-
-@dataclass(frozen=True, slots=True)
-class ShardMerge:
-    """Describes how ranks' tensors make up a tensor.
-
-    Attributes:
-        shape: of the whole tensor.
-        parts: the ranks' blocks. Those with one target are copies; other targets are disjoint.
-        is_mean: whether copies may differ, and their mean counts.
-    """
-
-    shape: tuple[int, ...]
-    parts: tuple[RankPart, ...]
-    is_mean: bool = False
-
-    def by_target(self) -> dict[Box, tuple[RankPart, ...]]:
-        """Return the parts by their blocks of the whole tensor; those without elements are not."""
-        found: dict[Box, list[RankPart]] = {}
-        for part in self.parts:
-            if part.target.size:
-                found.setdefault(part.target, []).append(part)
-        return {target: tuple(parts) for target, parts in found.items()}
 
 
 def joined(key: str, merge: ShardMerge, tensors: Mapping[int, ForeignTensor]) -> ForeignTensor:
@@ -124,9 +86,9 @@ def compared(key: str, copies: Sequence[Array]) -> ComputedArray:
                 if values.tobytes() != own.tobytes():
                     raise CheckpointDamaged(
                         f"{other.location}: its {key} is not that of {first.location}, and "
-                        "is to be a copy of it; the files are damaged, or of several runs. If each "
-                        "rank has a part of its own, or trained its copy alone, say so by rules: "
-                        "shard = 0, or average = true"
+                        "is to be a copy of it; the files are damaged, or of several runs. If they "
+                        "are DeepSpeed's, and each rank has a part of its own, or trained its copy "
+                        "alone, say so by rules: shard = 0, or average = true"
                     )
 
     return ComputedArray(first.dtype, first.location, Box.whole(first.shape), read)

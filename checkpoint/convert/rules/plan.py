@@ -46,14 +46,11 @@ class Plan:
         left_out: what of the source is not carried.
         equal: keys of source tensors of which only the first is read, and which the reader checks
             to be equal: the steps of parameters that become one.
-        mean: keys of source tensors of which views name only the first, and the mean of which the
-            reader takes in its place: copies that have drifted apart.
     """
 
     tensors: Mapping[str, PlannedTensor]
     left_out: tuple[LeftOut, ...] = ()
     equal: tuple[tuple[str, ...], ...] = ()
-    mean: tuple[tuple[str, ...], ...] = ()
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -82,7 +79,6 @@ class Plan:
                 if view.source is not None
             ),
             equal=first.equal + tuple(tuple(_sources(keys, first)) for keys in self.equal),
-            mean=first.mean + tuple(tuple(_sources(keys, first)) for keys in self.mean),
         )
 
 

@@ -38,8 +38,6 @@ class Sharding(enum.Enum):
     """All ranks hold the same."""
     SHARD = "shard"
     """The ranks hold slices of one dimension; each part of a fused one is sliced by itself."""
-    FRAGMENTS = "fragments"
-    """The ranks hold ranges of the flattened tensor."""
     AVERAGE = "average"
     """The ranks hold copies that have drifted apart; their mean counts."""
 

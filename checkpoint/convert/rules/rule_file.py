@@ -23,7 +23,7 @@ spelling or of several. Of the tensors that `match` names, a rule says:
 | `pad` | dimension `dim`, of `size` elements, is padded to `to` elements on the side of `match` |
 | `range` | bounds [first, end] or [first] of a placeholder, for some layers only |
 | `drop` | why these tensors are left out |
-| `replicated`, `shard`, `fragments`, `average` | what each rank's own files hold |
+| `replicated`, `shard`, `average` | what each rank's own files hold |
 
 A placeholder is written with its kind once, in `match`, or in `rename` if it stands only there
 (`checkpoint.convert.rules.name_patterns` has the kinds). `dim`, `shard` and the other dimensions

@@ -22,8 +22,8 @@ from keepstep.checkpoint.format.layout.boxes import Json
 
 _KEYS = (
     "match", "rename", "also", "parts", "dim", "interleave", "rename_interleave", "stacked",
-    "experts", "transpose", "reorder", "pad", "range", "drop", "replicated", "shard", "fragments",
-    "average", "one_way",
+    "experts", "transpose", "reorder", "pad", "range", "drop", "replicated", "shard", "average",
+    "one_way",
 )  # fmt: skip
 
 

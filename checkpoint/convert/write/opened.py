@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint, LeftOut
 from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported, LayoutMismatch
 from keepstep.checkpoint.format.layout.location import Format, Location, split_format_prefix
 from keepstep.checkpoint.format.layout.names import check_keys

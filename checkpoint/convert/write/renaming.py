@@ -213,16 +213,11 @@ def renamed_source(source: Source, planner: Planner) -> RenamedSource:
     """Return a checkpoint in another spelling.
 
     Raises:
-        RulesInvalid: the rules do not fit the tensors, or would need the mean of several.
+        RulesInvalid: the rules do not fit the tensors.
     """
     # Tied tensors are not stored, but have names: rules map these like any other.
     firsts = aliases_of(source)
     full = planner({**source.tensors, **{a: source.tensors[first] for a, first in firsts.items()}})
-    if full.mean:
-        raise RulesInvalid(
-            f"{full.mean[0][0]}: the mean of {len(full.mean[0])} tensors cannot be converted yet; "
-            "leave `average` out of the rules, and convert one rank's"
-        )
     tensors, ties = _without_copies(full, firsts)
     equal = (tuple(dict.fromkeys(firsts.get(key, key) for key in keys)) for keys in full.equal)
     plan = Plan(

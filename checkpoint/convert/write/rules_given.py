@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from keepstep.checkpoint.convert.read.rank_cuts import RankRules
 from keepstep.checkpoint.convert.rules.matching import MatchReport, match_names
 from keepstep.checkpoint.convert.rules.plan import Plan
 from keepstep.checkpoint.convert.rules.planning import apply, names_of
 from keepstep.checkpoint.convert.rules.presets import preset
+from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.convert.rules.rule import RuleSet
 from keepstep.checkpoint.convert.rules.rule_file import parse_rules
 from keepstep.checkpoint.convert.write.opened import Opened

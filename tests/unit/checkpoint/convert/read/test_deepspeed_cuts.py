@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.convert.read.deepspeed_cuts import UniversalInfo, universal_info
-from keepstep.checkpoint.convert.read.rank_cuts import ShardSpec, merge_of
-from keepstep.checkpoint.convert.read.rank_tensors import ShardMerge
+from keepstep.checkpoint.convert.rules.rank_merges import ShardMerge, ShardSpec, merge_of
 from keepstep.checkpoint.convert.rules.rule import Sharding
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 
