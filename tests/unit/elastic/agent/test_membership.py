@@ -45,19 +45,10 @@ from keepstep.elastic.store.contract import (
 )
 from keepstep.elastic.store.memory import MemoryStore
 from tests.adaptive_timeouts import patient
+from tests.unit.elastic.node_records import record_of
 from tests.unit.elastic.rendezvous.test_join_protocol import held_view
 
-RECORD = NodeRecord(
-    node="a",
-    host="h",
-    nproc=2,
-    agent="h:1",
-    server="tcp:h:2",
-    store_port=5,
-    lease=0,
-    digest="d",
-    warm=True,
-)
+RECORD = record_of(lease=0, warm=True)
 POLICY = RendezvousPolicy(
     min_nodes=1, max_nodes=1, last_call_s=0.0, quorum_timeout_s=60.0, max_restarts=2
 )
@@ -487,7 +478,7 @@ class Job:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, node: str) -> None:
-        record = replace(RECORD, node=node, agent=f"{node}:1", server=f"tcp:{node}:2")
+        record = record_of(node, lease=0, warm=True)
         member = Membership(
             self._store, "job", self._policy, record, 30.0, self._changed.set, publish_nothing
         )
@@ -544,9 +535,7 @@ def test_followers_are_told_nothing_of_other_nodes_records() -> None:
 def test_last_member_to_leave_removes_the_jobs_keys_and_no_other_does() -> None:
     async def scenario() -> None:
         store = MemoryStore()
-        first, last = (
-            membership_of(store, replace(RECORD, node=node, agent=f"{node}:1")) for node in "ab"
-        )
+        first, last = (membership_of(store, record_of(node, lease=0, warm=True)) for node in "ab")
         for member in (first, last):
             await member.join()
         kept = {item.key for item in (await store.read("")).items} - {Keys("job").node("a")}
@@ -558,7 +547,7 @@ def test_last_member_to_leave_removes_the_jobs_keys_and_no_other_does() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("agent", ["a:1", "z:1"])
+@pytest.mark.parametrize("agent", ["A:1", "z:1"])
 def test_living_agent_of_the_same_name_keeps_its_lease(
     agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

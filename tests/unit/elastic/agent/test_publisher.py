@@ -19,11 +19,11 @@ from keepstep.elastic.rendezvous.records import (
     Failure,
     FailureKind,
     NodePhase,
-    NodeRecord,
     PersistedPart,
 )
 from keepstep.elastic.store.memory import MemoryStore
 from tests.adaptive_timeouts import patient
+from tests.unit.elastic.node_records import record_of
 
 URL = "s3://b/run"
 STEP_4 = SnapshotId(1, 4)
@@ -78,10 +78,7 @@ async def leading(storage: Storage) -> AsyncIterator[Leader]:
     policy = RendezvousPolicy(
         min_nodes=1, max_nodes=1, last_call_s=0.0, quorum_timeout_s=60.0, max_restarts=2
     )
-    record = NodeRecord(
-        node="a", host="h", nproc=1, agent="h:1", server="tcp:h:2", store_port=5, lease=0,
-        digest="d", warm=True,
-    )  # fmt: skip
+    record = record_of(nproc=1, lease=0, warm=True)
     member = Membership(MemoryStore(), "job", policy, record, 30.0, changed.set, storage.publish)
     await member.join()
     running = asyncio.create_task(member.run())

@@ -13,12 +13,12 @@ from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.cli.status import render
 from keepstep.elastic.rendezvous.records import (
     History,
-    NodeRecord,
     Pause,
     Recovery,
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, View
+from tests.unit.elastic.node_records import record_of
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from keepstep.elastic.rendezvous.view import JoinedNode, View
 def test_steps_that_a_recovery_would_compute_again_are_reported(
     snapshot: SnapshotId | None, line: str
 ) -> None:
-    record = NodeRecord("a", "h", 1, "h:1", "tcp:h:2", 1, 1, "digest", step=2039)
+    record = record_of(nproc=1, step=2039)
     view = View(
         nodes={"a": JoinedNode(record, 1)},
         snapshot=None if snapshot is None else SnapshotCommit(snapshot),
@@ -51,7 +51,7 @@ def shown(view: View, width: int = 80) -> str:
 
 
 def view_of(step: int, **changes: Any) -> View:
-    record = NodeRecord("a", "h", 1, "h:1", "tcp:h:2", 1, 1, "digest", step=step)
+    record = record_of(nproc=1, step=step)
     return View(nodes={"a": JoinedNode(record, 1)}, **changes)
 
 

@@ -38,6 +38,7 @@ from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, apply
 from keepstep.elastic.store.contract import Change, KeyValue, Put
 from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from tests.unit.elastic.node_records import record_of
 
 KEYS = Keys("job")
 HANG = Verdict(
@@ -66,7 +67,7 @@ def view_of(number: int = 3, **changes: Any) -> View:
     members = tuple(
         Member(name, "h", 2, 2 * place, "h:1", "tcp:h:2") for place, name in enumerate("ab")
     )
-    nodes = {name: JoinedNode(record_of(name, number), place) for place, name in enumerate("ab", 1)}
+    nodes = {name: JoinedNode(running(name, number), place) for place, name in enumerate("ab", 1)}
     view = View(
         nodes=nodes,
         generation=Generation(number, members, "h", 5, "start"),
@@ -75,11 +76,8 @@ def view_of(number: int = 3, **changes: Any) -> View:
     return replace(view, **changes)
 
 
-def record_of(node: str, generation: int) -> NodeRecord:
-    return NodeRecord(
-        node, "h", 2, "h:1", "tcp:h:2", 5, 7, "d",
-        warm=True, generation=generation, phase=NodePhase.RUNNING,
-    )  # fmt: skip
+def running(node: str, generation: int) -> NodeRecord:
+    return record_of(node, warm=True, generation=generation, phase=NodePhase.RUNNING)
 
 
 def with_keys(view: View, *puts: Put) -> View:
@@ -267,7 +265,7 @@ def test_node_that_the_job_cannot_do_without_is_restarted_instead(
     """Its eviction ended the job, with what was in memory."""
     view = view_of(leadership=Leadership("a", "h:1", 7, limits))
     if spares:
-        spare = JoinedNode(record_of("c", 0), 3)
+        spare = JoinedNode(running("c", 0), 3)
         view = replace(view, nodes={**view.nodes, "c": spare})
     keys = [put.key for put in enforcement_operations(KEYS, view, REPLACE)]
     can_be_replaced = spares or limits.min_nodes == 1

@@ -36,6 +36,7 @@ from keepstep.elastic.rendezvous.records import (
     StoreFailure,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, View
+from tests.unit.elastic.node_records import record_of
 
 HOLDER = Member("a", "h", 2, 0, "h:1", "tcp:h:2")
 COMMIT = SnapshotCommit(SnapshotId(1, 4), (HOLDER,))
@@ -97,10 +98,7 @@ def test_part_is_begun_once_by_each_holder_that_has_entered_the_generation() -> 
 
 def resumed_from_storage(step: int, recorded: CheckpointRecord | None) -> View:
     """A view of generation 3, which rank 0 has resumed from a stored step."""
-    record = NodeRecord(
-        node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=1,
-        digest="", generation=3, checkpoint_url="/c", loaded=LoadedCheckpoint(step, 2),
-    )  # fmt: skip
+    record = record_of(generation=3, checkpoint_url="/c", loaded=LoadedCheckpoint(step, 2))
     return View(
         revision=50,
         nodes={"a": JoinedNode(record, 3)},

@@ -18,6 +18,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import View
+from tests.unit.elastic.node_records import record_of
 
 NODES = ("a", "b")
 OLD = Generation(
@@ -33,15 +34,9 @@ OLD = Generation(
 
 
 def record(node: str, kind: FailureKind | None) -> NodeRecord:
-    return NodeRecord(
-        node=node,
-        host="h",
+    return record_of(
+        node,
         nproc=1,
-        agent=f"{node}:1",
-        server=f"tcp:{node}:2",
-        store_port=5,
-        lease=7,
-        digest="d",
         generation=2,
         failure=Failure(kind, f"of {node}", 1.0) if kind is not None else None,
     )

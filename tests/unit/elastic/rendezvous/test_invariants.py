@@ -45,21 +45,15 @@ from keepstep.elastic.rendezvous.records import (
     StoreFailure,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, View
+from tests.unit.elastic.node_records import record_of
 
 POLICY = RendezvousPolicy(min_nodes=1, max_nodes=2)
 SNAPSHOT = SnapshotId(1, 4)
 
 
-def record_of(node: str) -> NodeRecord:
-    return NodeRecord(
-        node=node,
-        host="h",
-        nproc=2,
-        agent=f"{node}:1",
-        server=f"tcp:{node}:2",
-        store_port=5,
-        lease=7,
-        digest="d",
+def drained(node: str) -> NodeRecord:
+    return record_of(
+        node,
         warm=True,
         generation=1,
         phase=NodePhase.DRAINED,
@@ -69,7 +63,7 @@ def record_of(node: str) -> NodeRecord:
     )
 
 
-MEMBERS = assign_ranks((), [record_of("a"), record_of("b")], 2)
+MEMBERS = assign_ranks((), [drained("a"), drained("b")], 2)
 COMMIT = SnapshotCommit(SNAPSHOT, MEMBERS, parity=1)
 REQUEST = PersistRequest(COMMIT, "/c", 100.0, "ab")
 FIRST = Generation(1, MEMBERS, "h", 5, "start", parity=1)
@@ -77,7 +71,7 @@ SECOND = Generation(2, MEMBERS, "h", 5, "lost c", resume=COMMIT, parity=1)
 CLOSING = Closing(1, "lost c", True, 0.0)
 OPEN = View(
     revision=9,
-    nodes={name: JoinedNode(record_of(name), at) for at, name in enumerate("ab")},
+    nodes={name: JoinedNode(drained(name), at) for at, name in enumerate("ab")},
     generation=FIRST,
     snapshot=COMMIT,
     secret=b"00",
@@ -351,11 +345,11 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "a record of a generation to come": (
         "a record names a generation that was opened",
-        lambda: check_record(OPEN, None, replace(record_of("a"), generation=2)),
+        lambda: check_record(OPEN, None, replace(drained("a"), generation=2)),
     ),
     "a record that goes back": (
         "a record's generation never decreases",
-        lambda: check_record(OPENED, replace(record_of("a"), generation=2), record_of("a")),
+        lambda: check_record(OPENED, replace(drained("a"), generation=2), drained("a")),
     ),
 }
 

@@ -35,18 +35,10 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, apply
 from keepstep.elastic.store.contract import Change, KeyValue, Modified, Put
+from tests.unit.elastic.node_records import record_of
 
 KEYS = Keys("job")
-RECORD = NodeRecord(
-    node="a",
-    host="h",
-    nproc=2,
-    agent="h:1",
-    server="tcp:h:2",
-    store_port=5,
-    lease=7,
-    digest="d",
-)
+RECORD = record_of()
 
 
 def view_of(*records: NodeRecord, **changes: object) -> View:
@@ -159,9 +151,9 @@ def test_node_does_not_join_an_older_copy_of_its_job() -> None:
     [
         ("h:9", False, 1.0, True),
         ("h:9", None, 1.0, False),
-        ("h:1", None, 1.0, True),
-        ("h:1", True, 1.0, True),
-        ("h:1", None, 10.1, True),
+        ("a:1", None, 1.0, True),
+        ("a:1", True, 1.0, True),
+        ("a:1", None, 10.1, True),
         ("h:9", True, 1.0, None),
         ("h:9", None, 10.0, False),
         ("h:9", None, 10.1, None),

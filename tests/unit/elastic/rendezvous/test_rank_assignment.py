@@ -30,6 +30,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, View
+from tests.unit.elastic.node_records import record_of
 
 SNAPSHOT = SnapshotId(1, 6)
 
@@ -38,16 +39,18 @@ def record(
     name: str, *, sealed: bool = True, protected: bool = True, domain: str = ""
 ) -> NodeRecord:
     held = (SNAPSHOT,)
-    return NodeRecord(
-        name, "h", 2, "h:1", f"tcp:{name}:1", 5, 7, "d", domain,
-        sealed=held if sealed else (), protected=held if protected else (),
-    )  # fmt: skip
+    return record_of(
+        name,
+        domain=domain,
+        sealed=held if sealed else (),
+        protected=held if protected else (),
+    )
 
 
 def members_of(groups: str) -> tuple[Member, ...]:
     """Nodes a, b, ... whose group is the number in their place."""
     return tuple(
-        Member(chr(97 + n), "h", 2, 2 * n, "a", f"tcp:{chr(97 + n)}:1", int(group))
+        Member(chr(97 + n), "h", 2, 2 * n, "a", f"tcp:{chr(97 + n)}:2", int(group))
         for n, group in enumerate(groups)
     )
 
@@ -133,7 +136,7 @@ def test_who_is_a_lost_rank_now_rebuilds_its_shard_and_the_rest_is_dealt_in_turn
         (4, "a"),
         (5, "b"),
     ]
-    assert smaller.shard_rebuilds[0].server == "tcp:a:1"
+    assert smaller.shard_rebuilds[0].server == "tcp:a:2"
 
 
 def test_groups_carry_no_more_parity_than_they_can() -> None:

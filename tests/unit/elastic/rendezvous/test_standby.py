@@ -8,15 +8,13 @@ from hypothesis import strategies as st
 
 from keepstep.elastic.rendezvous.records import DomainLoss, Generation, Member, NodeRecord
 from keepstep.elastic.rendezvous.standby import by_preference, losses_until
+from tests.unit.elastic.node_records import record_of
 
 DOMAINS = st.lists(st.sampled_from(["", "r1", "r2", "r3"]), max_size=6)
 
 
 def records(domains: list[str], prefix: str) -> list[NodeRecord]:
-    return [
-        NodeRecord(f"{prefix}{n}", "h", 2, "h:1", f"tcp:{prefix}{n}", 5, 7, "d", domain)
-        for n, domain in enumerate(domains)
-    ]
+    return [record_of(f"{prefix}{n}", domain=domain) for n, domain in enumerate(domains)]
 
 
 @given(DOMAINS, DOMAINS, st.integers(0, 6))

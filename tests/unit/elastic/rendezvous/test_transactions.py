@@ -27,7 +27,6 @@ from keepstep.elastic.rendezvous.records import (
     History,
     Leadership,
     Member,
-    NodeRecord,
     PersistRequest,
     Release,
     RestartRequest,
@@ -37,6 +36,7 @@ from keepstep.elastic.rendezvous.records import (
 from keepstep.elastic.rendezvous.transactions import Operation
 from keepstep.elastic.rendezvous.view import Keys, View
 from keepstep.elastic.store.contract import Created, Modified, Put
+from tests.unit.elastic.node_records import record_of
 
 KEYS = Keys("job")
 MEMBERS = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
@@ -93,14 +93,14 @@ def test_preview_shows_what_a_transaction_will_make_of_the_view() -> None:
 
 
 def test_record_is_written_under_its_lease_over_the_last_version_only() -> None:
-    record = NodeRecord("a", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
+    record = record_of()
     transaction = transactions.write_record(KEYS, record, modified=8)
     assert transaction.conditions == (Modified(KEYS.node("a"), 8),)
     assert transaction.operations == (Put(KEYS.node("a"), record.encode(), lease=7),)
 
 
 def test_join_needs_a_free_name_and_the_run_of_the_job_that_was_read() -> None:
-    record = NodeRecord("b", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
+    record = record_of("b")
     later = transactions.join(KEYS, VIEW, record, b"11")
     assert later.conditions == (Created(KEYS.node("b"), 0), Modified(KEYS.single("secret"), 2))
     assert KEYS.single("secret") not in {operation.key for operation in later.operations}
@@ -110,11 +110,11 @@ def test_join_needs_a_free_name_and_the_run_of_the_job_that_was_read() -> None:
 
 
 def test_lead_is_taken_by_a_member_under_its_lease_if_nobody_has_it() -> None:
-    record = NodeRecord("a", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
+    record = record_of()
     attempt = transactions.take_lead(KEYS, VIEW, record, 3)
     key = KEYS.single("leadership")
     assert attempt.conditions == (Created(KEYS.node("a"), 3), Modified(key, 0))
-    assert attempt.operations == (Put(key, Leadership("a", "h:1", 7).encode(), lease=7),)
+    assert attempt.operations == (Put(key, Leadership("a", "a:1", 7).encode(), lease=7),)
 
 
 def test_removal_and_restart_requests_depend_on_what_was_read() -> None:

@@ -7,13 +7,11 @@ import pytest
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, NodeReport
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, with_reports
+from tests.unit.elastic.node_records import record_of
 
-RECORD = NodeRecord(
-    node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d",
-    generation=3, phase=NodePhase.RUNNING, step=10, sealed=(SnapshotId(3, 10),),
-)  # fmt: skip
+RECORD = record_of(generation=3, phase=NodePhase.RUNNING, step=10, sealed=(SnapshotId(3, 10),))
 REPORT = NodeReport(
-    "a", lease=7, generation=3, server="tcp:h:2", step=12,
+    "a", lease=7, generation=3, server="tcp:a:2", step=12,
     protected=(SnapshotId(3, 11), SnapshotId(3, 12)),
 )  # fmt: skip
 
