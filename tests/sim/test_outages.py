@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from keepstep.elastic.rendezvous.records import Generation, SnapshotCommit
 from tests.sim.node import TTL_S
 from tests.sim.simulation import OUTAGES, POLICIES, Simulation
 
@@ -18,6 +19,19 @@ def running_job(seed: int) -> Simulation:
     simulation._calm_down()
     simulation._run_until(lambda: simulation._has_recovered(None), "the job begins")
     return simulation
+
+
+def next_generation(
+    simulation: Simulation, before: Generation
+) -> tuple[Generation, SnapshotCommit]:
+    """Wait for the next generation; return it, and the snapshot from which it resumes."""
+    simulation._run_until(
+        lambda: simulation.view.generation_number > before.generation, "a generation is opened"
+    )
+    after = simulation.view.generation
+    assert after is not None
+    assert after.resume is not None
+    return after, after.resume
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -117,14 +131,9 @@ def test_nodes_that_all_lost_their_leases_resume_from_their_memory(seed: int) ->
     assert generation is not None
     assert before is not None
     simulation.cut_off_coordinator(8.0, dies=False)
-    simulation._run_until(
-        lambda: simulation.view.generation_number > generation.generation, "a generation is opened"
-    )
-    after = simulation.view.generation
-    assert after is not None
-    assert after.resume is not None
-    assert after.resume.snapshot.step >= before.snapshot.step
-    assert not after.resume.stored
+    after, resume = next_generation(simulation, generation)
+    assert resume.snapshot.step >= before.snapshot.step
+    assert not resume.stored
     assert {member.node for member in after.members} == {m.node for m in generation.members}
 
 
@@ -137,13 +146,8 @@ def test_node_whose_snapshot_server_died_takes_part_again_and_its_shards_are_reb
     assert generation is not None
     assert before is not None
     simulation.nodes[1].lose_server()
-    simulation._run_until(
-        lambda: simulation.view.generation_number > generation.generation, "a generation is opened"
-    )
-    after = simulation.view.generation
-    assert after is not None
-    assert after.resume is not None
-    assert after.resume.snapshot.step >= before.snapshot.step
+    after, resume = next_generation(simulation, generation)
+    assert resume.snapshot.step >= before.snapshot.step
     assert {member.node for member in after.members} == {m.node for m in generation.members}
 
 
@@ -168,11 +172,6 @@ def test_coordinator_that_has_lost_all_keys_learns_from_the_nodes_what_they_hold
         simulation._start_node(simulation.nodes[0].name)
         while simulation.view.secret is None:
             simulation.nodes[-1].step()
-    simulation._run_until(
-        lambda: simulation.view.generation_number > generation.generation, "a generation is opened"
-    )
-    after = simulation.view.generation
-    assert after is not None
-    assert after.resume is not None
-    assert after.resume.snapshot >= known
-    assert not after.resume.stored
+    _, resume = next_generation(simulation, generation)
+    assert resume.snapshot >= known
+    assert not resume.stored

@@ -40,7 +40,7 @@ STAGES = {
 }
 
 
-def expected_of(name: str) -> dict[str, torch.Tensor]:
+def trained_state(name: str) -> dict[str, torch.Tensor]:
     expected: dict[str, torch.Tensor] = torch.load(FIXTURES / name / "expected.pt")
     state = {key: t for key, t in expected.items() if not key.startswith("master/")}
     for key, tensor in expected.items():
@@ -55,7 +55,7 @@ def test_state_is_what_plain_training_arrives_at(name: str) -> None:
     source = open_foreign(str(FIXTURES / name))
     assert source.format_name == STAGES[name]
     assert source.step == 3
-    expected = expected_of(name)
+    expected = trained_state(name)
     for key, tensor in expected.items():
         assert_same(source, key, tensor)
     seen = torch.tensor([5.0, 7.0], dtype=expected["model/frozen.weight"].dtype)
@@ -109,7 +109,7 @@ def test_plain_training_goes_on_from_it(name: str) -> None:
     allocate(model, [optimizer], source)
     fill(plan_fills(capture({"model": model, "optim": optimizer}), source), source)
     restore_options(model, [optimizer], source.documents)
-    expected = expected_of(name)
+    expected = trained_state(name)
     for parameter_name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[f"model/{parameter_name}"])
         for slot, value in optimizer.state[parameter].items():

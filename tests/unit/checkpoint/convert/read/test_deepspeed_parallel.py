@@ -41,9 +41,9 @@ from tests.unit.checkpoint.convert.read.deepspeed_layouts import (
     state_of,
     write,
 )
+from tests.unit.checkpoint.convert.read.test_deepspeed import FIXTURES, trained_state
 from tests.unit.checkpoint.convert.read.written import tensor_of
 
-FIXTURES = Path(__file__).parents[4] / "foreign_fixtures" / "deepspeed"
 REAL = {
     "pipe_2_2_2_zero1_bf16": (
         "DeepSpeed ZeRO 1, 2 tensor-parallel ranks, 2 stages",
@@ -119,13 +119,8 @@ shard = 0
 
 
 def expected_of_real(name: str) -> dict[str, torch.Tensor]:
-    expected: dict[str, torch.Tensor] = torch.load(FIXTURES / name / "expected.pt")
-    state = {key: t for key, t in expected.items() if not key.startswith("master/")}
-    for key, tensor in expected.items():
-        own = key.replace("master/", "model/")
-        if key.startswith("master/") and expected[own].dtype != torch.float32:
-            state[f"{key.replace('master/', 'optim/')}/master_param"] = tensor
-    seen = torch.tensor([5.0, 7.0], dtype=expected["model/1.norm"].dtype)
+    state = trained_state(name)
+    seen = torch.tensor([5.0, 7.0], dtype=state["model/1.norm"].dtype)
     return {**state, "model/1.seen": seen, "model/2.seen": seen}
 
 

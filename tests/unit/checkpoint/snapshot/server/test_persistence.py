@@ -221,31 +221,35 @@ def test_memory_that_an_ended_attempt_has_not_begun_to_read_is_freed(node: Node)
     node.next_event()
 
 
-def test_a_checkpoint_that_the_same_run_has_committed_is_stored_and_no_failure(node: Node) -> None:
-    """A leader may be lost between the manifest and the coordinator; the next one asks again."""
+@pytest.fixture
+def committed(node: Node) -> Persisted:
+    """What a run has written of a checkpoint that it has committed."""
     node.storage.let_go.set()
     node.persistence.start(node.task("7-ab"), 0)
     written = node.next_event()
     assert isinstance(written, Persisted)
     node.persistence.publish(node.task("7-ab"), [written.listing])
     assert isinstance(node.next_event(), Published)
+    return written
+
+
+def test_a_checkpoint_that_the_same_run_has_committed_is_stored_and_no_failure(
+    node: Node, committed: Persisted
+) -> None:
+    """A leader may be lost between the manifest and the coordinator; the next one asks again."""
     node.persistence.start(node.task("9-ab"), 0)
     assert node.next_event() == AlreadyStored(snapshot=FIRST, attempt="9-ab")
-    node.persistence.publish(node.task("9-ab"), [written.listing])
+    node.persistence.publish(node.task("9-ab"), [committed.listing])
     assert isinstance(node.next_event(), Published)
     assert StoredCheckpoint.open(open_storage(node.url)).directory.endswith("/attempt-7-ab")
 
 
-def test_a_checkpoint_that_another_job_has_committed_is_not_taken_for_this_ones(node: Node) -> None:
-    node.storage.let_go.set()
-    node.persistence.start(node.task("7-ab"), 0)
-    written = node.next_event()
-    assert isinstance(written, Persisted)
-    node.persistence.publish(node.task("7-ab"), [written.listing])
-    assert isinstance(node.next_event(), Published)
+def test_a_checkpoint_that_another_job_has_committed_is_not_taken_for_this_ones(
+    node: Node, committed: Persisted
+) -> None:
     node.persistence.start(node.task("7-cd"), 0)
     refused = node.next_event()
     assert isinstance(refused, PersistFailed)
     assert "step" in refused.reason
-    node.persistence.publish(node.task("7-cd"), [written.listing])
+    node.persistence.publish(node.task("7-cd"), [committed.listing])
     assert isinstance(node.next_event(), PublishFailed)
