@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from keepstep.elastic.store.contract import Put
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.errors import RecorderUnavailable
+from keepstep.monitor.telemetry import native
 from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import ring_paths
 from keepstep.monitor.telemetry.ring_reader import RingReader
@@ -33,9 +33,6 @@ from tests.adaptive_timeouts import patient
 from tests.integration.job.jobs import step_of
 from tests.patient_cluster import PatientCluster
 
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler"
-)
 ROOT = Path(__file__).parents[3]
 HANGS_AT = 8
 SCRIPT = f"""
@@ -79,14 +76,19 @@ def identity_of(path: Path) -> WorkerIdentity:
     return reader.identity
 
 
-def require_native_recorder() -> None:
-    """Build the native recorder; skip the test where it cannot be built."""
-    from keepstep.monitor.telemetry.native import build
-
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The script of a job whose operations are recorded in `rings`."""
     try:
-        build()
+        native.build()
     except RecorderUnavailable as error:
         pytest.skip(f"operations cannot be recorded here: {error}")
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
 
 
 @contextmanager
@@ -103,17 +105,10 @@ def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.long
-@needs_compiler
 def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, script: Path
 ) -> None:
-    rings = tmp_path / "rings"
-    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
-    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
-    require_native_recorder()
-    script, finish = tmp_path / "train.py", tmp_path / "finish"
-    script.write_text(SCRIPT)
+    rings, finish = tmp_path / "rings", tmp_path / "finish"
 
     def is_published(view: View) -> bool:
         hang = ((1,), "b", Syndrome.NON_COMMUNICATION_HANG)
@@ -167,17 +162,10 @@ def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_con
 
 
 @pytest.mark.long
-@needs_compiler
 def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, script: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
-    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
-    require_native_recorder()
-    script, finish = tmp_path / "train.py", tmp_path / "finish"
-    monitor_log = tmp_path / "monitor.log"
-    script.write_text(SCRIPT)
+    finish, monitor_log = tmp_path / "finish", tmp_path / "monitor.log"
     command = [
         sys.executable, "-P", "-m", "keepstep", "run",
         "--nproc-per-node", "2", "--monitor", "--job", "job",
@@ -215,16 +203,10 @@ def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
 
 
 @pytest.mark.long
-@needs_compiler
 def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, script: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
-    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
-    require_native_recorder()
-    script, finish = tmp_path / "train.py", tmp_path / "finish"
-    script.write_text(SCRIPT)
+    finish = tmp_path / "finish"
     # Node a joins first and has ranks 0 and 1, so ranks 2 and 3 are those of node b.
     running = PatientCluster(
         "job",

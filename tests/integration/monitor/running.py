@@ -41,9 +41,12 @@ async def get(url: str, path: str, token: str | None = None) -> aiohttp.ClientRe
         return response
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
     """Wait until a condition holds, by polling: it depends on another process or a socket."""
     deadline_s = time.monotonic() + patient(timeout_s)
-    while not await condition():
+    while True:
+        holds = condition()
+        if await holds if isinstance(holds, Awaitable) else holds:
+            return
         assert time.monotonic() < deadline_s, "the condition did not come to hold in time"
         await asyncio.sleep(0.02)

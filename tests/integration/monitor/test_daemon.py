@@ -38,6 +38,12 @@ ROOT = Path(__file__).parents[3]
 RESTARTING = EnforcementPolicy(Mode.RESTART, sustained_s=0.0)
 
 
+def components(**others: Any) -> DaemonComponents:
+    """Return a daemon's components, with the records of a sample that began 5 s ago."""
+    reader = SampleReader(PLAN, time.monotonic() - 5)
+    return DaemonComponents(probe=Probe(), reader=reader, **others)
+
+
 def test_one_daemon_shows_ranks_steps_and_delays() -> None:
     async def check() -> None:
         reader = SampleReader(PLAN, time.monotonic() - 10)
@@ -204,9 +210,7 @@ def test_policy_acts_only_on_the_generation_that_the_verdict_is_about(
             FixedJobStatus(generation=1),
         )
         diagnosis = FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4))
-        parts = DaemonComponents(
-            probe=Probe(),
-            reader=SampleReader(PLAN, time.monotonic() - 5),
+        parts = components(
             diagnosis=diagnosis,
             publisher=publisher,
             job_status_source=job_status_source,
@@ -214,19 +218,11 @@ def test_policy_acts_only_on_the_generation_that_the_verdict_is_about(
             enforcer=enforcer,
         )
         async with running(settings(events=tmp_path / "events.jsonl"), parts):
-
-            async def has_concluded() -> bool:
-                return len(diagnosis.digests) > 3
-
-            await until(has_concluded)
+            await until(lambda: len(diagnosis.digests) > 3)
             # The rings have generation 0, so they are not of generation 1.
             assert (enforcer.requested, publisher.published) == ([], [])
             job_status_source.generation = 0
-
-            async def has_requested() -> bool:
-                return bool(enforcer.requested)
-
-            await until(has_requested)
+            await until(lambda: bool(enforcer.requested))
         (action, generation), *others = enforcer.requested
         assert (action.kind, action.ranks, action.subject.node, generation) == (
             ActionKind.RESTART_WORKER,
@@ -258,9 +254,7 @@ def test_hang_is_alerted_while_the_runtime_is_unreachable_and_acted_on_afterward
 
     async def check() -> None:
         enforcer, publisher, job_status_source = Enforcer(), Publisher(), Unreachable(generation=-1)
-        parts = DaemonComponents(
-            probe=Probe(),
-            reader=SampleReader(PLAN, time.monotonic() - 5),
+        parts = components(
             diagnosis=FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4)),
             publisher=publisher,
             job_status_source=job_status_source,
@@ -268,27 +262,15 @@ def test_hang_is_alerted_while_the_runtime_is_unreachable_and_acted_on_afterward
             enforcer=enforcer,
         )
         async with running(settings(), parts) as url:
-
-            async def has_alerted() -> bool:
-                return bool(logged(ActionKind.ALERT))
-
-            await until(has_alerted)
+            await until(lambda: bool(logged(ActionKind.ALERT)))
             assert "rank 2 on node-a" in logged(ActionKind.ALERT)[0]
             assert (enforcer.requested, publisher.published) == ([], [])
             job_status_source.generation = 0
-
-            async def has_requested() -> bool:
-                return bool(enforcer.requested)
-
-            await until(has_requested)
+            await until(lambda: bool(enforcer.requested))
             # The runtime's names of nodes remain valid while it is unreachable again.
             assert enforcer.requested[0][0].subject.node == "a"
             job_status_source.generation = -1
-
-            async def is_logged_again() -> bool:
-                return caplog.text.count("until it answers") == 2
-
-            await until(is_logged_again)
+            await until(lambda: caplog.text.count("until it answers") == 2)
             assert (await (await get(url, "/v1/overview")).json())["faults"] == {}
         assert len(logged(ActionKind.ALERT)) == 1
         assert "Traceback" not in caplog.text
@@ -306,27 +288,17 @@ def test_verdict_about_an_earlier_run_is_not_enforced_on_the_next() -> None:
 
     async def check() -> None:
         enforcer, diagnosis = Enforcer(), FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4))
-        parts = DaemonComponents(
-            probe=Probe(),
-            reader=SampleReader(PLAN, time.monotonic() - 5),
+        parts = components(
             diagnosis=diagnosis,
             job_status_source=Next(generation=0),
             policy=RESTARTING,
             enforcer=enforcer,
         )
         async with running(settings(), parts):
-
-            async def has_concluded() -> bool:
-                return len(diagnosis.digests) > 5
-
-            await until(has_concluded)
+            await until(lambda: len(diagnosis.digests) > 5)
             assert enforcer.requested == []
             diagnosis.verdicts = (verdict(3, since_s=time.monotonic()),)
-
-            async def has_requested() -> bool:
-                return bool(enforcer.requested)
-
-            await until(has_requested)
+            await until(lambda: bool(enforcer.requested))
         assert [action.ranks for action, _ in enforcer.requested] == [(3,)]
 
     asyncio.run(check())
@@ -353,11 +325,7 @@ def test_dead_rank_of_an_earlier_run_with_a_later_generation_does_not_suppress_a
             enforcer=enforcer,
         )
         async with running(settings(), parts):
-
-            async def has_requested() -> bool:
-                return bool(enforcer.requested)
-
-            await until(has_requested)
+            await until(lambda: bool(enforcer.requested))
 
     asyncio.run(check())
 
@@ -400,12 +368,7 @@ def test_verdict_is_published_written_and_survives_a_restart(tmp_path: Path) -> 
         publisher = Publisher()
         kept = settings(events=tmp_path / "events.jsonl", state=tmp_path / "state.json")
         diagnosis = FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4))
-        parts = DaemonComponents(
-            probe=Probe(),
-            reader=SampleReader(PLAN, time.monotonic() - 5),
-            diagnosis=diagnosis,
-            publisher=publisher,
-        )
+        parts = components(diagnosis=diagnosis, publisher=publisher)
         async with running(kept, parts) as url:
 
             async def has_stacks() -> bool:
@@ -445,19 +408,9 @@ def test_spent_budget_of_the_policy_survives_a_restart(tmp_path: Path) -> None:
             Enforcer(),
             FixedDiagnosis(verdict(rank, since_s=time.monotonic() - 4)),
         )
-        parts = DaemonComponents(
-            probe=Probe(),
-            reader=SampleReader(PLAN, time.monotonic() - 5),
-            diagnosis=diagnosis,
-            policy=rules,
-            enforcer=enforcer,
-        )
+        parts = components(diagnosis=diagnosis, policy=rules, enforcer=enforcer)
         async with running(settings(state=tmp_path / "state.json"), parts):
-
-            async def has_concluded() -> bool:
-                return len(diagnosis.digests) > 3
-
-            await until(has_concluded)
+            await until(lambda: len(diagnosis.digests) > 3)
         return [(action.kind, action.ranks) for action, _ in enforcer.requested]
 
     async def check() -> None:

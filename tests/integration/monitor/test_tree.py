@@ -179,11 +179,7 @@ def test_rank_that_moved_to_another_node_is_shown_on_that_node() -> None:
 
             await until(settled)
             count = len(diagnosis.digests)
-
-            async def has_more_digests() -> bool:
-                return len(diagnosis.digests) > count + 6
-
-            await until(has_more_digests)
+            await until(lambda: len(diagnosis.digests) > count + 6)
             assert await settled()
             alive = [
                 {int(row["rank"]): bool(row["alive"]) for row in digest.ranks}
@@ -497,11 +493,7 @@ def test_what_listens_at_a_childs_address_learns_nothing_that_another_daemon_acc
                     ),
                 ),
             ):
-
-                async def is_asked() -> bool:
-                    return len(seen) >= 3
-
-                await until(is_asked)
+                await until(lambda: len(seen) >= 3)
             async with aiohttp.ClientSession() as session:
                 for header in seen:
                     for path in ("/v1/overview", "/v1/stacks/0", "/metrics"):

@@ -223,7 +223,7 @@ def test_memory_that_an_ended_attempt_has_not_begun_to_read_is_freed(node: Node)
 
 @pytest.fixture
 def committed(node: Node) -> Persisted:
-    """What a run has written of a checkpoint that it has committed."""
+    """The listing of a checkpoint that a run has committed."""
     node.storage.let_go.set()
     node.persistence.start(node.task("7-ab"), 0)
     written = node.next_event()
