@@ -38,8 +38,9 @@ from keepstep.elastic.errors import (
     StoreUnavailable,
     UsageError,
 )
+from keepstep.elastic.node.state import drained_on_joining
 from keepstep.elastic.rendezvous.decide import may_leave
-from keepstep.elastic.rendezvous.records import Failure, FailureKind, NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import Failure, FailureKind, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -190,9 +191,7 @@ class Participation:
         if secret != self._secret:
             # On a loaded machine a snapshot server may start for longer than a lease lasts.
             await self._node.membership.renew_during(self._prepare(secret))
-        if self._node.membership.record.phase is NodePhase.DRAINED:
-            # The generation that is open counts on this node, and is over for it.
-            self._node.drained = self._node.membership.record.generation
+        self._node.drained = drained_on_joining(self._node.state)
         await self._agent_listener.admit(
             secret, self._node.membership.receive_report, self._snapshots.receive_announcement
         )

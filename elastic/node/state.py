@@ -178,6 +178,17 @@ def followed(state: NodeState, view: View) -> Generation | None:
     return None if place is not None and place.server != state.record.server else generation
 
 
+def drained_on_joining(state: NodeState) -> int:
+    """Return the newest generation that is over here, for a node that is a member again.
+
+    The open generation, if it counts on the node, is over for it. A job that was restored from
+    another node's older view may be behind what this node's workers have entered.
+    """
+    if state.record.phase is not NodePhase.DRAINED:
+        return state.drained
+    return max(state.record.generation, state.entered)
+
+
 def due_restarts(state: NodeState, view: View) -> tuple[RestartRequest, ...]:
     """Return the requests to restart workers of this node, once the leader closes for them.
 

@@ -225,9 +225,15 @@ def _nbytes(operation: Operation) -> int:
 
 
 def leader_conditions(keys: Keys, view: View, led: int) -> tuple[Condition, ...]:
-    """Return the conditions of every leader's action: it still leads, nothing was decided since."""
+    """Return the conditions of every leader's action: it still leads, nothing was decided since.
+
+    Its membership lasts, too: a coordinator that has lost its data counts revisions from 1, and may
+    come to those of another leader's documents.
+    """
+    leader = view.nodes.get(view.leadership.node) if view.leadership is not None else None
     return (
         Created(keys.single("leadership"), led),
+        *((Created(keys.node(leader.record.node), leader.created),) if leader else ()),
         *(_unchanged(keys, view, name) for name in LEADER_DOCUMENTS),
     )
 

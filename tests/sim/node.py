@@ -26,6 +26,7 @@ from keepstep.elastic.node.state import (
     NodeState,
     OrderAbort,
     Workers,
+    drained_on_joining,
     due_restarts,
     next_action,
 )
@@ -313,11 +314,7 @@ class Node:
             self._begin_job()
             self._start_server()
             self._update(warm=True)
-        if self.record.phase is NodePhase.DRAINED and self.record.generation:
-            # A restored job may be behind this node. In production its workers then wait for a
-            # generation that nobody opens (docs/limits.md); here they take part again.
-            self.drained_generation = self.record.generation
-            self.worker_generation = min(self.worker_generation, self.record.generation)
+        self.drained_generation = drained_on_joining(self.state)
 
     def _renew(self, now_s: float) -> None:
         """Take the answer to a renewal, or ask for one; answers may be slow."""
@@ -707,6 +704,7 @@ class Node:
         self.memory.open_generation(generation.generation)
         for write in self.part_writes:
             write.stopped = True
+        self._update(newest_generation=generation.generation)
         resume = generation.resume
         self._commit(resume.snapshot if resume else SnapshotId(generation.generation, -1))
         self.worker_generation, self.failure = generation.generation, None

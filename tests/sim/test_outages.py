@@ -175,3 +175,11 @@ def test_coordinator_that_has_lost_all_keys_learns_from_the_nodes_what_they_hold
     _, resume = next_generation(simulation, generation)
     assert resume.snapshot >= known
     assert not resume.stored
+
+
+def test_node_ahead_of_a_restored_job_enters_a_generation_that_nobody_has_seen() -> None:
+    """It took part in a generation that the node that restored the job had not heard of.
+
+    It waited for ever for one of that number or above, while it reported that its workers ran.
+    """
+    Simulation(62, has_outages=True).run()

@@ -21,6 +21,7 @@ from keepstep.elastic.node.state import (
     NodeState,
     OrderAbort,
     Workers,
+    drained_on_joining,
     due_restarts,
     next_action,
 )
@@ -212,3 +213,14 @@ def test_workers_are_restarted_only_once_the_leader_closes_for_them() -> None:
     assert due_restarts(replace(RUNNING, record=replace(RECORD, server="tcp:new")), closing) == ()
     ahead = replace(closing, generation=NEXT, closing=replace(CLOSING, generation=4))
     assert due_restarts(RUNNING, ahead) == ()
+
+
+def test_node_that_joins_again_takes_no_generation_for_open_that_its_workers_have_left() -> None:
+    """A job that was restored from another node's view may be two generations behind it."""
+    behind = replace(RECORD, generation=1, phase=NodePhase.DRAINED)
+    state = NodeState(record=behind, workers=Workers(generation=3), drained=3)
+    assert drained_on_joining(state) == 3
+    ahead = replace(RECORD, generation=5, phase=NodePhase.DRAINED)
+    assert drained_on_joining(replace(state, record=ahead)) == 5
+    waiting = replace(RECORD, generation=0, phase=NodePhase.WAITING)
+    assert drained_on_joining(NodeState(record=waiting)) == 0

@@ -34,7 +34,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.transactions import Operation
-from keepstep.elastic.rendezvous.view import Keys, View
+from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
 from keepstep.elastic.store.contract import Created, Modified, Put
 from tests.unit.elastic.node_records import record_of
 
@@ -78,6 +78,16 @@ def test_every_action_depends_on_the_leader_and_on_all_documents(action: Action)
     assert written - not_led - chunks <= {
         KEYS.single(name) for name in transactions.LEADER_DOCUMENTS
     }
+
+
+def test_leader_writes_only_while_its_own_membership_lasts() -> None:
+    """A coordinator that has lost its data may come to the same revisions of other documents."""
+    record = record_of()
+    leading = replace(
+        VIEW, leadership=Leadership("a", "h:1", 7), nodes={"a": JoinedNode(record, 4)}
+    )
+    conditions = transactions.leader_conditions(KEYS, leading, 5)
+    assert Created(KEYS.node("a"), 4) in conditions
 
 
 def test_preview_shows_what_a_transaction_will_make_of_the_view() -> None:
