@@ -115,7 +115,7 @@ class FileArray:
             )
         if not self.size:
             return
-        end = (self.start + self._last + 1) * self.itemsize
+        end = self.start * self.itemsize + self.span_nbytes
         if end > self.extent.nbytes:
             raise damaged(
                 self.extent.location,
@@ -184,12 +184,11 @@ class FileArray:
     @property
     def span_nbytes(self) -> int:
         """Bytes of the file from the first element to the end of the last."""
-        return (self._last + 1) * self.itemsize if self.size else 0
-
-    @property
-    def _last(self) -> int:
-        """Distance from the first element to the last, in elements."""
-        return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        if not self.size:
+            return 0
+        # The distance from the first element to the last.
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.itemsize
 
     def narrow(self, box: Box) -> FileArray:
         """See `Array.narrow`.
@@ -197,53 +196,14 @@ class FileArray:
         Raises:
             ValueError: the array does not have the box.
         """
-        self._check(box)
+        if len(box.shape) != len(self.shape) or any(
+            offset + extent > most
+            for offset, extent, most in zip(box.offset, box.shape, self.shape, strict=True)
+        ):
+            raise ValueError(f"an array of shape {self.shape} does not have {box}")
         start = self.start + sum(o * s for o, s in zip(box.offset, self.strides, strict=True))
         return FileArray(
             self.extent, self.dtype, box.shape, self.strides, start if box.size else self.start
-        )
-
-    def select(self, axis: int, index: int) -> FileArray:
-        """Return the elements at one place in a dimension, as an array without that dimension.
-
-        Raises:
-            ValueError: the dimension has no such place.
-        """
-        narrowed = self.slice(axis, index, index + 1)
-        return FileArray(
-            self.extent,
-            self.dtype,
-            _without(narrowed.shape, axis),
-            _without(narrowed.strides, axis),
-            narrowed.start,
-        )
-
-    def slice(self, axis: int, start: int, stop: int) -> FileArray:
-        """Return the elements from place `start` to before `stop` in a dimension.
-
-        Raises:
-            ValueError: the dimension does not have these places.
-        """
-        if not 0 <= axis < len(self.shape) or start > stop:
-            raise ValueError(f"an array of shape {self.shape} has no {start}:{stop} in axis {axis}")
-        offset, shape = [0] * len(self.shape), list(self.shape)
-        offset[axis], shape[axis] = start, stop - start
-        return self.narrow(Box(tuple(offset), tuple(shape)))
-
-    def permuted(self, axes: Sequence[int]) -> FileArray:
-        """Return the array with its dimensions in this order, as NumPy's `transpose` does.
-
-        Raises:
-            ValueError: these are not the array's dimensions.
-        """
-        if sorted(axes) != list(range(len(self.shape))):
-            raise ValueError(f"{tuple(axes)} are not the dimensions of shape {self.shape}")
-        return FileArray(
-            self.extent,
-            self.dtype,
-            tuple(self.shape[axis] for axis in axes),
-            tuple(self.strides[axis] for axis in axes),
-            self.start,
         )
 
     def reshaped(self, shape: Sequence[int]) -> FileArray:
@@ -269,14 +229,14 @@ class FileArray:
         Raises:
             ValueError: the array does not have them, or they do not lie at one distance.
         """
-        return self.reshaped((self.size,)).slice(0, start, stop)
+        return self.reshaped((self.size,)).narrow(Box((start,), (stop - start,)))
 
     def read_into(self, box: Box, into: Values) -> None:
         """See `Array.read_into`."""
-        for part_box, part in self.narrow(box).dense_parts():
+        for part_box, part in dense_parts(self.narrow(box)):
             buffer = bytearray(part.span_nbytes)
             part.extent.file.read_into(part.file_offset, [memoryview(buffer)])
-            part.copy_from(memoryview(buffer), view_of(into, part_box))
+            copy_span(memoryview(buffer), part, view_of(into, part_box))
 
     def read(self) -> Values:
         """Return all elements.
@@ -288,57 +248,47 @@ class FileArray:
         self.read_into(Box.whole(self.shape), values)
         return values
 
-    def copy_from(self, span: memoryview, into: Values) -> None:
-        """Copy the elements from the bytes of the file that span them.
 
-        Args:
-            span: the `span_nbytes` bytes of the file from `file_offset` on.
-            into: as for `Array.read_into`, for the whole array.
-        """
-        # As void the elements need no alignment, and their bits are not looked at.
-        raw = np.dtype(f"V{self.itemsize}")
-        strides = tuple(stride * self.itemsize for stride in self.strides)
-        into.view(raw)[...] = np.ndarray(self.shape, raw, span, 0, strides)
+def copy_span(span: memoryview, array: FileArray, into: Values) -> None:
+    """Copy an array's elements from the `span_nbytes` bytes of its file that span them."""
+    # As void the elements need no alignment, and their bits are not looked at.
+    raw = np.dtype(f"V{array.itemsize}")
+    strides = tuple(stride * array.itemsize for stride in array.strides)
+    into.view(raw)[...] = np.ndarray(array.shape, raw, span, 0, strides)
 
-    def dense_parts(
-        self, most_nbytes: int = READ_NBYTES, gap_nbytes: int = GAP_NBYTES
-    ) -> Iterator[tuple[Box, FileArray]]:
-        """Yield the parts, with their boxes in this array, that are each to be read by one read.
 
-        A part spans at most `most_nbytes` of the file (or one element), and leaves out at most
-        `gap_nbytes` in a row. Parts are disjoint and have all elements.
-        """
-        pending = [(Box.whole(self.shape), self)] if self.size else []
-        while pending:
-            box, part = pending.pop()
-            longer = [axis for axis, extent in enumerate(part.shape) if extent > 1]
-            if not longer:
-                yield box, part
-                continue
-            axis = max(longer, key=lambda n: part.strides[n])
-            step = part.strides[axis] * part.itemsize
-            inner = part.span_nbytes - (part.shape[axis] - 1) * step
-            is_dense = step - inner <= gap_nbytes
-            if is_dense and part.span_nbytes <= most_nbytes:
-                yield box, part
-                continue
-            count = 1
-            if is_dense and step and inner < most_nbytes:
-                count = min((most_nbytes - inner) // step + 1, part.shape[axis] - 1)
-            split = []
-            for start in range(0, part.shape[axis], count):
-                offset, shape = [0] * len(part.shape), list(part.shape)
-                offset[axis], shape[axis] = start, min(count, part.shape[axis] - start)
-                inside = Box(tuple(offset), tuple(shape))
-                split.append((inside.placed_in(box), part.narrow(inside)))
-            pending.extend(reversed(split))
+def dense_parts(
+    array: FileArray, most_nbytes: int = READ_NBYTES, gap_nbytes: int = GAP_NBYTES
+) -> Iterator[tuple[Box, FileArray]]:
+    """Yield the parts, with their boxes in the array, that are each to be read by one read.
 
-    def _check(self, box: Box) -> None:
-        if len(box.shape) != len(self.shape) or any(
-            offset + extent > most
-            for offset, extent, most in zip(box.offset, box.shape, self.shape, strict=True)
-        ):
-            raise ValueError(f"an array of shape {self.shape} does not have {box}")
+    A part spans at most `most_nbytes` of the file (or one element), and leaves out at most
+    `gap_nbytes` in a row. Parts are disjoint and have all elements.
+    """
+    pending = [(Box.whole(array.shape), array)] if array.size else []
+    while pending:
+        box, part = pending.pop()
+        longer = [axis for axis, extent in enumerate(part.shape) if extent > 1]
+        if not longer:
+            yield box, part
+            continue
+        axis = max(longer, key=lambda n: part.strides[n])
+        step = part.strides[axis] * part.itemsize
+        inner = part.span_nbytes - (part.shape[axis] - 1) * step
+        is_dense = step - inner <= gap_nbytes
+        if is_dense and part.span_nbytes <= most_nbytes:
+            yield box, part
+            continue
+        count = 1
+        if is_dense and step and inner < most_nbytes:
+            count = min((most_nbytes - inner) // step + 1, part.shape[axis] - 1)
+        split = []
+        for start in range(0, part.shape[axis], count):
+            offset, shape = [0] * len(part.shape), list(part.shape)
+            offset[axis], shape[axis] = start, min(count, part.shape[axis] - start)
+            inside = Box(tuple(offset), tuple(shape))
+            split.append((inside.placed_in(box), part.narrow(inside)))
+        pending.extend(reversed(split))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -443,7 +393,3 @@ def _view_strides(
         left //= wanted[axis]
         distance *= wanted[axis]
     return tuple(result)
-
-
-def _without(numbers: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return numbers[:axis] + numbers[axis + 1 :]

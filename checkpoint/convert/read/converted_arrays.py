@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.checkpoint.convert.read.arrays import FileArray, Values, view_of
+from keepstep.checkpoint.convert.read.arrays import FileArray, Values, dense_parts, view_of
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 
@@ -34,6 +34,6 @@ class ConvertedArray:
 
     def read_into(self, box: Box, into: Values) -> None:
         """See `Array.read_into`. It needs a few MiB more at most."""
-        for part_box, part in self.stored.narrow(box).dense_parts():
+        for part_box, part in dense_parts(self.stored.narrow(box)):
             with np.errstate(over="ignore", invalid="ignore"):
                 view_of(into, part_box)[...] = part.read().astype(numpy_dtype(self.dtype))

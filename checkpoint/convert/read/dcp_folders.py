@@ -46,7 +46,6 @@ def read_dcp(files: ForeignFiles, parameter_names: ParameterNames = None) -> For
     """Return the checkpoint of a folder with `.metadata` and `.distcp` files.
 
     Args:
-        files: the folder's.
         parameter_names: see `add_optimizer_state`.
 
     Raises:

@@ -85,7 +85,6 @@ class UniversalInfo:
         """Return how a parameter or buffer consists of what the ranks have.
 
         Args:
-            name: its name.
             shapes: of the ranks' tensors.
             is_buffer: whether it is a buffer, which ranks have as copies unless patterns say more.
 

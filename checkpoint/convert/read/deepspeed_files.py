@@ -172,7 +172,6 @@ def add_rest(contents: Contents, model: ModelFile, settings: Mapping[str, Any]) 
     """Add ties and all that is no tensor; return the number of steps.
 
     Args:
-        contents: where to add it.
         model: the first module's file.
         settings: what the optimizer's file has besides the state, such as `clip_grad`.
     """
@@ -276,11 +275,7 @@ def _optimizer_file(files: ForeignFiles, name: str) -> OptimizerFile:
 
 
 def _names_by_rank(files: ForeignFiles, pattern: re.Pattern[str]) -> list[list[str]]:
-    """Return the names of all ranks' files, by model rank and rank of data parallelism.
-
-    Raises:
-        CheckpointMissing: a rank's is not there.
-    """
+    """Return the names of all ranks' files, by model rank and rank of data parallelism."""
     found = {
         (int(match[2]), int(match[1] or 0)): name
         for name in files.names

@@ -66,7 +66,6 @@ def stage_modules(
         trained: names and shapes of the parameters that each stage trains, as this rank has them;
             None for a shape that is not known. Without names the first stage has all layers, by
             their numbers.
-        url: of the checkpoint, for messages.
 
     Raises:
         FormatUnsupported: two tied layers have the same parameters, so nothing tells them apart.

@@ -73,7 +73,6 @@ def read_deepspeed(
     """Return the checkpoint of a folder such as `global_step1000`.
 
     Args:
-        files: the folder's.
         parameter_names: see `add_optimizer_state`; ZeRO's files have names of their own.
         rank_rules: how tensor parallelism cut the parameters, if the files do not say it.
 
@@ -177,10 +176,7 @@ def join_model_ranks(
     """Return the checkpoint that all model ranks have together.
 
     Args:
-        url: of the checkpoint.
         model_ranks: the ranks of tensor parallelism of the first stage, then of the next.
-        stages: the number of stages.
-        ranks: the number of ranks of tensor parallelism.
         rank_rules: as for `read_deepspeed`.
 
     Raises:
@@ -330,11 +326,7 @@ def _not_said(
 
 
 def _documents_of_ranks(model_ranks: Sequence[ModelRank]) -> dict[str, Json]:
-    """Return the documents of ranks that have the same parameters.
-
-    Raises:
-        CheckpointDamaged: what they say of one contradicts what the first rank says.
-    """
+    """Return the documents of ranks that have the same parameters."""
     first = model_ranks[0]
     merged = dict(first.checkpoint.documents)
     for other in model_ranks[1:]:

@@ -69,7 +69,6 @@ def read_deepspeed_universal(
     """Return the checkpoint of a folder such as `global_step1000_universal`.
 
     Args:
-        files: the folder's.
         rank_rules: how tensor parallelism cut the parameters that were not trained, if the files
             do not say it.
 
@@ -153,11 +152,7 @@ def read_deepspeed_universal(
 def _shapes_by_rank(
     models: Sequence[Sequence[ModelFile]], stages: int, ranks: int
 ) -> dict[str, list[Shape]]:
-    """Return the shapes that the ranks of tensor parallelism have of each trained parameter.
-
-    Raises:
-        CheckpointDamaged: a rank has others than the first one.
-    """
+    """Return the shapes that the ranks of tensor parallelism have of each trained parameter."""
     found: dict[str, list[Shape]] = {}
     for stage in range(stages):
         files = [models[stage * ranks + rank][0] for rank in range(ranks)]
@@ -239,13 +234,8 @@ def _tensor(
     """Return what a file of a parameter has; a flattened tensor in the parameter's shape.
 
     Args:
-        extent: the file.
-        parameter: its name.
         shapes: what ranks of tensor parallelism have of it, as the modules' files say.
         info: what the files say of how it was cut.
-
-    Raises:
-        CheckpointDamaged: its shape contradicts those.
     """
     value = read_torch_file(extent)
     if isinstance(value, dict):

@@ -78,7 +78,6 @@ def read_model_rank(
     """Return what one rank of model parallelism has, as a checkpoint of its own.
 
     Args:
-        url: of the checkpoint.
         models: its modules' files; the first one has the module's state.
         optimizers: its optimizers' files, by rank of data parallelism.
         parameter_names: see `add_optimizer_state`; ZeRO's files have names of their own.
@@ -122,8 +121,6 @@ def add_module(contents: Contents, model: ModelFile, partitioned: Mapping[str, S
     """Add the module's tensors that are whole in its file.
 
     Args:
-        contents: where to add them.
-        model: the file.
         partitioned: the parameters of which the file has no elements.
     """
     for name, value in model.module.items():

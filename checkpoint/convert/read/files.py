@@ -239,11 +239,7 @@ def open_files(url: str) -> ForeignFiles:
 
 
 def _check_link(root: Path, name: str) -> None:
-    """Refuse a link out of a folder: whoever made it chose which of the reader's files it names.
-
-    Raises:
-        CheckpointDamaged: it is one.
-    """
+    """Refuse a link out of a folder: whoever made it chose which of the reader's files it names."""
     path = root / name
     if not path.is_symlink():
         return

@@ -171,7 +171,6 @@ def tensors_of_buffers(
         metadata: what the folder has.
         arguments: Megatron's, which say how many ranks there were.
         live_names: names of the module's tensors by those of files.
-        location: of the metadata, for error messages.
 
     Raises:
         CheckpointDamaged: the buffers have other parameters than the model, or gaps.
@@ -401,11 +400,7 @@ def _pieces(local: _Local, bucket: ForeignTensor, start: int) -> Iterator[Piece]
 
 
 def _assembled(contents: Contents, placed: _Placed) -> dict[tuple[str, str], ForeignTensor]:
-    """Return the tensors that the ranks' pieces make up.
-
-    Raises:
-        CheckpointDamaged: pieces overlap, or lack elements.
-    """
+    """Return the tensors that the ranks' pieces make up."""
     pieces: dict[tuple[str, str], dict[Box, Piece]] = {}
     dtypes: dict[tuple[str, str], str] = {}
     for local, slot, spec, parts in placed:
@@ -429,11 +424,7 @@ def _assembled(contents: Contents, placed: _Placed) -> dict[tuple[str, str], For
 def _compare(
     contents: Contents, tensors: Mapping[tuple[str, str], ForeignTensor], location: str
 ) -> None:
-    """Compare the first elements of the parameters in the buffers with those of the model.
-
-    Raises:
-        CheckpointDamaged: they differ.
-    """
+    """Compare the first elements of the parameters in the buffers with those of the model."""
     masters = {name: tensor for (name, slot), tensor in tensors.items() if slot == MASTER}
     both = ForeignCheckpoint(
         url=location,

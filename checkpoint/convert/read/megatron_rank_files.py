@@ -166,7 +166,6 @@ def state_of(file: RankFile, parameters: Mapping[str, FileArray]) -> dict[str, o
     """Return what a rank's optimizer has, by `optim/<name>/<slot>`.
 
     Args:
-        file: the rank's.
         parameters: what the rank has of the model, in the module's order, under global names.
 
     Raises:

@@ -169,7 +169,6 @@ def add_groups(
     """Add the optimizers' groups and steps, or leave them out if nothing says what is in them.
 
     Args:
-        contents: where to add them.
         optimizers: see `optimizers_in`.
         parameters: names and shapes of all trained parameters, in the order of the module.
         has_steps: each parameter's number of steps has been added.

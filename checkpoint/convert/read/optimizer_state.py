@@ -51,10 +51,8 @@ def add_optimizer_state(
     The model's tensors have been added before.
 
     Args:
-        contents: where to add it.
         state: what the optimizer's `state_dict` returned.
         where: its name in the checkpoint, for what is left out.
-        location: where it is, for error messages.
         parameter_names: the names in the order of the optimizer's groups, if the caller knows them,
             or the optimizers that are to be filled.
         number: which of the checkpoint's optimizers it is.

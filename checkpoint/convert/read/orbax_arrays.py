@@ -257,12 +257,7 @@ class OrbaxArrays:
 
 
 def _result(files: ForeignFiles, location: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
-    """Return what TensorStore reads.
-
-    Raises:
-        CheckpointMissing: there is no such object.
-        CheckpointDamaged: it cannot be read.
-    """
+    """Return what TensorStore reads."""
     try:
         return _wait(files, start, nbytes)
     except (ValueError, OSError) as error:

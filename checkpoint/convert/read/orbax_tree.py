@@ -59,12 +59,7 @@ class OrbaxTree:
     """
 
     def __init__(self, files: ForeignFiles) -> None:
-        """Read the metadata of a folder.
-
-        Raises:
-            CheckpointMissing: a file is not there.
-            CheckpointDamaged: files contradict themselves or each other.
-        """
+        """Read the metadata of a folder."""
         self._files = files
         self._where = f"{files.url}/{METADATA}"
         content = read_json_object(files, METADATA)

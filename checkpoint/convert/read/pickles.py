@@ -61,7 +61,6 @@ def unpickle(
 
     Args:
         data: bytes that have a pickle.
-        location: where they are, for error messages.
         constructors: what to build of calls of known names; see `plain_constructors`.
         persistent: returns the values of persistent ids; without it there may be none.
         start: where the pickle begins.
@@ -101,11 +100,7 @@ def _load(
 
 
 def _scan(data: bytes, start: int) -> int:
-    """Return where a pickle ends, once all of its opcodes and numbers are plausible.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Return where a pickle ends, once all of its opcodes and numbers are plausible."""
     stream = io.BytesIO(data)
     stream.seek(start)
     for opcode, argument, _ in pickletools.genops(stream):

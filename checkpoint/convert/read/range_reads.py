@@ -14,6 +14,8 @@ from keepstep.checkpoint.convert.read.arrays import (
     READ_NBYTES,
     FileArray,
     Values,
+    copy_span,
+    dense_parts,
     view_of,
 )
 
@@ -52,7 +54,7 @@ class RangeRead:
 
 def copies_of(array: FileArray, into: Values) -> Iterator[Copy]:
     """Yield the copies that fill an array of the same shape."""
-    for box, part in array.dense_parts():
+    for box, part in dense_parts(array):
         yield Copy(part, view_of(into, box))
 
 
@@ -92,7 +94,6 @@ def execute(read: RangeRead, memory_of: Callable[[int], memoryview]) -> None:
     """Read the bytes from the file and make the copies.
 
     Args:
-        read: what to read.
         memory_of: returns memory of a size, for bytes that cannot be read to where they belong.
 
     Raises:
@@ -105,7 +106,7 @@ def execute(read: RangeRead, memory_of: Callable[[int], memoryview]) -> None:
     memory = memory_of(read.stop - read.start)
     file.read_into(read.start, [memory])
     for copy in read.copies:
-        copy.part.copy_from(memory[copy.start - read.start : copy.stop - read.start], copy.into)
+        copy_span(memory[copy.start - read.start : copy.stop - read.start], copy.part, copy.into)
 
 
 def _bytes_of(values: Values) -> memoryview:

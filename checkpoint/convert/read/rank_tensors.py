@@ -31,9 +31,7 @@ def joined(key: str, merge: ShardMerge, tensors: Mapping[int, ForeignTensor]) ->
     """Return the tensor that ranks have together.
 
     Args:
-        key: its key, for messages.
         merge: which blocks of the ranks' tensors it consists of.
-        tensors: the ranks' tensors.
 
     Raises:
         CheckpointDamaged: they have different data types, or do not cover the tensor.

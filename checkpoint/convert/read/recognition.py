@@ -89,13 +89,7 @@ def recognize(url: str, names: Sequence[str], head: Head, step: int | None = Non
 
 
 def recognize_all(url: str, names: Sequence[str], head: Head) -> tuple[Location, ...]:
-    """Return every checkpoint at a place, the one that `recognize` takes first.
-
-    Args:
-        url: as for `recognize`.
-        names: as for `recognize`.
-        head: as for `recognize`.
-    """
+    """Return every checkpoint at a place, the one that `recognize` takes first."""
     if len(names) == 1 and (form := _format_of_file(names[0], head)) is not None:
         return (Location(url, form, file_name=names[0]),)
     inside = _names_by_directory(names)
@@ -144,9 +138,7 @@ def _format_at(directory: str, inside: Sequence[str], head: Head) -> Format | No
     """Return the format of the checkpoint in a directory, or None if there is none.
 
     Args:
-        directory: the directory.
         inside: the names of the files inside, relative to it.
-        head: as for `recognize`.
     """
     known = set(inside)
     if "metadata.json" in known and _is_megatron(

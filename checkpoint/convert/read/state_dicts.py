@@ -35,7 +35,6 @@ def read_state_dicts(
     """Return the checkpoint that one file of `torch.save` has.
 
     Args:
-        files: the files.
         name: which of them.
         parameter_names: see `add_optimizer_state`.
 

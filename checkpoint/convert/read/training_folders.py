@@ -72,7 +72,6 @@ def read_lightning(
     """Return the checkpoint that Lightning wrote to a file.
 
     Args:
-        files: the files.
         name: which of them.
         parameter_names: names of the parameters of all optimizers, one after the other.
 

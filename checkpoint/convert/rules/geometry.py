@@ -119,11 +119,7 @@ def place_tensors(
 def _units(
     rule: Rule, part: int, sizes: Sequence[int], shape: Shape, variables: Mapping[str, int]
 ) -> Iterator[_Unit]:
-    """Yield the units of a layer's tensor: all parts where they are fused, else its own.
-
-    Raises:
-        ExpressionError: the tensor's dimensions are not those that the rule says.
-    """
+    """Yield the units of a layer's tensor: all parts where they are fused, else its own."""
     for stack in rule.source.stacks:
         if stack.axis >= len(shape):
             raise ExpressionError(
@@ -146,7 +142,6 @@ def _transformed(
     """Return what the transforms make of a unit: the shape, and the view that fills it.
 
     Args:
-        rule: the rule.
         part: which part of a fused dimension the unit is; None where there are none.
         before: the unit's shape.
         variables: as `RuleSet.variables` returns them.

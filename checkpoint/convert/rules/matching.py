@@ -61,9 +61,6 @@ class MatchReport:
     def refuse_if_incomplete(self, name: str) -> None:
         """Refuse to go on where a name is not for exactly one rule.
 
-        Args:
-            name: of the rules' file.
-
         Raises:
             RulesInvalid: there is such a name; the message has the first few.
         """

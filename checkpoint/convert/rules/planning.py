@@ -120,11 +120,7 @@ def shape_of(keys: Mapping[str | None, str], tensors: Mapping[str, TensorSpec]) 
 
 
 def _instances(rule: Rule, matched: tuple[Matched, ...]) -> Iterator[Instance]:
-    """Yield the names that belong together: the parts of all layers that one target stacks.
-
-    Raises:
-        RulesInvalid: a part or a layer is missing, or there twice.
-    """
+    """Yield the names that belong together: the parts of all layers that one target stacks."""
     stacked = [stack.placeholder for stack in rule.target.stacks]
     instances: dict[tuple[tuple[str, str], ...], dict[tuple[int, tuple[int, ...]], Matched]] = (
         defaultdict(dict)

@@ -73,8 +73,6 @@ class Preset:
         Args:
             source: the spelling of the tensors.
             target: the wanted spelling.
-            tensors: as for `apply`.
-            config: as for `apply`.
 
         Raises:
             RulesInvalid: as for `apply`, or the preset does not have a spelling.

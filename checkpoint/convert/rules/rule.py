@@ -106,7 +106,6 @@ class Side:
         """Return the view that places a unit in this side's tensor.
 
         Args:
-            unit: its shape.
             run: of a part in the fused dimension: groups, extent of all parts in a group, offset
                 and extent of this part in a group. None where the parts are not fused.
             indices: which layer or expert it is, by placeholder.

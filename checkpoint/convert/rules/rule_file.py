@@ -57,7 +57,6 @@ def parse_rules(text: str, file: str, spellings: Collection[str] = (RULES,)) -> 
 
     Args:
         text: the file's content.
-        file: its name, for messages.
         spellings: the names that tables of rules may have.
 
     Raises:

@@ -42,19 +42,6 @@ class Axis:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BoxCopy:
-    """Copies a box of a source to a box of a target, both without gaps.
-
-    `target[copy.target.slices] =
-    source[copy.source.slices].transpose(copy.order).reshape(copy.target.shape)`
-    """
-
-    target: Box
-    source: Box
-    order: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """Elements of a target tensor, and the elements of a source tensor that they are copies of.
@@ -114,30 +101,6 @@ class View:
         if not box.size:
             return ()
         return compose(box_view(None, box, box), self)
-
-    def box_copies(self) -> Iterator[BoxCopy]:
-        """Yield the view as copies of boxes without gaps, which together are the view.
-
-        There are as few as the view allows; a rotary permutation has one for each row.
-        """
-        dense = [axis for axis in self.axes if axis.target_stride == axis.source_stride == 1]
-        others = [axis for axis in self.axes if axis not in dense]
-        target_shape = [1] * len(self.target_offset)
-        source_shape = [1] * len(self.source_offset)
-        for axis in dense:
-            target_shape[axis.target_dim] = source_shape[axis.source_dim] = axis.extent
-        moved = [axis.source_dim for axis in sorted(dense, key=lambda axis: axis.target_dim)]
-        order = [dim for dim in range(len(source_shape)) if dim not in moved] + moved
-        for indices in itertools.product(*(range(axis.extent) for axis in others)):
-            target_offset, source_offset = list(self.target_offset), list(self.source_offset)
-            for axis, index in zip(others, indices, strict=True):
-                target_offset[axis.target_dim] += index * axis.target_stride
-                source_offset[axis.source_dim] += index * axis.source_stride
-            yield BoxCopy(
-                Box(tuple(target_offset), tuple(target_shape)),
-                Box(tuple(source_offset), tuple(source_shape)),
-                tuple(order),
-            )
 
     def within(self, most: int) -> Iterator[View]:
         """Yield views that are this one together, whose boxes in the source are small.

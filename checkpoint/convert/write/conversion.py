@@ -133,10 +133,7 @@ def convert(
     """Write a checkpoint in a format, and compare what was written with what was read.
 
     Args:
-        opened: the checkpoint.
-        origin: its URL.
         url: where to write; nothing there is replaced.
-        target: the format.
         chosen: what of the checkpoint to write; see `selection`.
         memory_nbytes: how much memory tensors may take.
         zero: the stage and ranks of DeepSpeed's engines that are to load it.

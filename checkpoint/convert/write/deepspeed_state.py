@@ -133,7 +133,6 @@ class DeepSpeedState:
 
         Args:
             first: the number of its first flat tensor.
-            group: the group.
             count: how many flat tensors it has.
         """
         return {**group.options, "params": list(range(first, first + count))}
@@ -205,7 +204,6 @@ def deepspeed_state(source: Selection, buffers: tuple[str, ...] | None = None) -
     """Return a checkpoint as ZeRO has it.
 
     Args:
-        source: the checkpoint.
         buffers: names of the module's buffers, if they are known.
 
     Raises:

@@ -53,7 +53,6 @@ def deepspeed_files(source: Selection, layout: ZeroLayout) -> list[PlannedFile]:
     """Return the files of ZeRO's checkpoint; `latest` comes last.
 
     Args:
-        source: the checkpoint.
         layout: the stage, and the ranks of the engines that are to load it.
 
     Raises:

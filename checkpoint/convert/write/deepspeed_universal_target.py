@@ -32,7 +32,6 @@ def deepspeed_universal_files(source: Selection, layout: ZeroLayout) -> list[Pla
     """Return the files of a universal checkpoint of DeepSpeed; `latest_universal` comes last.
 
     Args:
-        source: the checkpoint.
         layout: the stage of the engines that are to load it; stages 1 and 2 if it is not given.
 
     Raises:

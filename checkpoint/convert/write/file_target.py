@@ -83,11 +83,7 @@ def _part_nbytes(nbytes: int) -> int:
 
 
 def _file_system(url: str, scheme: str) -> fsspec.AbstractFileSystem:
-    """Return fsspec's file system for a scheme.
-
-    Raises:
-        CheckpointError: there is none, or its package is not installed.
-    """
+    """Return fsspec's file system for a scheme."""
     try:
         return fsspec.filesystem(scheme)
     except ImportError as error:
@@ -103,12 +99,7 @@ def _file_system(url: str, scheme: str) -> fsspec.AbstractFileSystem:
 
 @contextmanager
 def _new_local_file(path: Path) -> Iterator[Path]:
-    """Yield the path to write to; it gets the name `path` when the block ends without an error.
-
-    Raises:
-        CheckpointExists: there is such a file.
-        CheckpointError: it cannot be written.
-    """
+    """Yield the path to write to; it gets the name `path` when the block ends without an error."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
         if path.exists():

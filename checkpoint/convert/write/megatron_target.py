@@ -198,11 +198,7 @@ def _master_slots(masters: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _are_equal(source: Source, parts: StateParts) -> bool:
-    """Return whether all layers have the same tensors.
-
-    Raises:
-        LayoutMismatch: layers are missing.
-    """
+    """Return whether all layers have the same tensors."""
     layers: dict[str, dict[int, set[tuple[str, TensorSpec]]]] = {}
     for name, key in parts.model.items():
         match = _LAYER.fullmatch(file_name_of(name))
@@ -232,9 +228,6 @@ def _stacks(keys: Mapping[str, str], *, apart: bool) -> list[_Stack]:
     Args:
         keys: keys of the module's tensors, or of their state, by name.
         apart: each layer has tensors of its own.
-
-    Raises:
-        LayoutMismatch: layers or experts are missing, or two tensors have one place.
     """
     stacks: dict[str, _Stack] = {}
     for name, key in keys.items():
@@ -335,11 +328,7 @@ def _torch_value(value: Json) -> object:
 
 
 def _optimizers(source: Source, parts: StateParts) -> dict[Any, Any]:
-    """Return the optimizers' groups and steps; those of experts are in an optimizer of their own.
-
-    Raises:
-        LayoutMismatch: parameters have had different numbers of steps.
-    """
+    """Return the optimizers' groups and steps; experts have an optimizer of their own."""
     step = _step(source, parts)
     of_experts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for group in parts.groups:

@@ -83,7 +83,6 @@ def open_location(
     """Open a checkpoint that was located.
 
     Args:
-        location: where it is.
         parameter_names: names of the optimizer's parameters in the order of its groups, for
             formats that number them.
         rank_rules: what each rank's own files hold, for formats that do not say it.

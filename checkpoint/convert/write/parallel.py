@@ -71,7 +71,6 @@ def run_in_processes(start: Start, workers: int, report: Report) -> Iterator[Run
 
     Args:
         start: what each of them begins with.
-        workers: how many.
         report: called with the bytes of each part that is done.
 
     Raises:

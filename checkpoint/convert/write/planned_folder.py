@@ -44,7 +44,6 @@ def write_folder(
     """Write the files that are missing, in their order.
 
     Args:
-        url: the folder.
         files: its files; the last one makes it complete.
         memory_nbytes: how much memory tensors may take.
         report: called with bytes of tensors that were written, or compared.

@@ -32,7 +32,6 @@ def elements(source: Source, weight: QuantizedWeight, box: Box) -> Values:
     """Return what a box of a weight stands for.
 
     Args:
-        source: the checkpoint.
         weight: one that was recognized in it.
         box: a part of the weight.
 

@@ -24,9 +24,7 @@ def apply_naming_rules(opened: Opened, given: str, config: Mapping[str, Json]) -
     """Return an opened checkpoint in the spelling that rules lead to.
 
     Args:
-        opened: the checkpoint.
         given: as for `planner`.
-        config: the model's configuration.
 
     Raises:
         CheckpointMissing: there is no such file of rules.
@@ -43,7 +41,6 @@ def planner(given: str, config: Mapping[str, Json]) -> Planner:
 
     Args:
         given: the path of a file of rules, or FAMILY:FROM:TO of a preset, as `llama:hf:megatron`.
-        config: the model's configuration.
 
     Raises:
         CheckpointMissing: there is no such file.
@@ -68,7 +65,6 @@ def report(given: str, source: Source, config: Mapping[str, Json]) -> MatchRepor
     Args:
         given: as for `planner`; of a preset, the rules from FROM to Hugging Face's spelling.
         source: the checkpoint; its tied names are for rules like any other.
-        config: the model's configuration.
 
     Raises:
         CheckpointMissing: there is no such file.

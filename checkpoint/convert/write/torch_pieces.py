@@ -54,8 +54,6 @@ def file_around_tensor(
     """Return what is before and after the elements in a file of `torch.save` with one tensor alone.
 
     Args:
-        dtype: its data type.
-        shape: its shape.
         is_transposed: the elements are in the order of its transpose.
 
     Returns:

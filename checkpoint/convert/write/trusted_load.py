@@ -87,11 +87,7 @@ class PlainValues:
 
 
 def _plain_key(key: Any) -> Any:
-    """Return a key as whoever has not the code of its type can read it.
-
-    Raises:
-        TypeError: it is neither text, a number, nor a tuple of these.
-    """
+    """Return a key as whoever has not the code of its type can read it."""
     if isinstance(key, Enum):
         key = key.value
     if isinstance(key, np.generic):

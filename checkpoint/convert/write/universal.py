@@ -141,7 +141,6 @@ class UniversalParts:
         """Write a part durably, unless it was written before from a source of the same content.
 
         Args:
-            number: which one.
             report: called with the bytes of tensors that are done, from several threads.
 
         Raises:
@@ -173,7 +172,6 @@ class UniversalParts:
         All parts have to be written.
 
         Args:
-            number: which one.
             report: called with the bytes of tensors that were read.
 
         Raises:
@@ -224,11 +222,7 @@ class UniversalParts:
         return saved_at
 
     def _is_committed(self, listings: Sequence[StoredObject]) -> bool:
-        """Return whether this attempt is the committed one.
-
-        Raises:
-            CheckpointExists: another attempt is, or this one with other parts.
-        """
+        """Return whether this attempt is the committed one."""
         path = f"{self.stored.directory}/{MANIFEST}"
         try:
             manifest = Manifest.decode(self.storage.read(path), f"{self.storage.url}/{path}")
@@ -334,8 +328,6 @@ def attempt_for(url: str, step: int, origin: str) -> str:
     An abandoned one, or one whose checkpoint was removed, can never be committed.
 
     Args:
-        url: where to write.
-        step: of the checkpoint.
         origin: identifies what is converted, how, and the tensors that are written.
     """
     storage, stored = open_storage(url), StoredStep(step, 0)
@@ -355,8 +347,6 @@ def write_universal(
     """Write a checkpoint in the universal format, and verify it before anybody sees it.
 
     Args:
-        parts: what to write.
-        documents: what is no tensor.
         run: writes, then checks, the parts of these numbers: in this process, or in several.
         converted_from: the source's format, in words.
         now: the time, to note when the checkpoint was written.

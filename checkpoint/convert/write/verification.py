@@ -111,11 +111,7 @@ def _ranges(files: ForeignFiles) -> dict[str, list[Extent]]:
 
 
 def _check_tensors(opened: ForeignCheckpoint) -> None:
-    """Read the tensors that are more than bytes of a file: those that have to be decoded.
-
-    Raises:
-        CheckpointDamaged: one cannot be decoded, or is not what the metadata says.
-    """
+    """Read the tensors that are more than bytes of a file: those that have to be decoded."""
     for key, tensor in opened.foreign_tensors.items():
         for entry in _entries(tensor):
             # It is opened, which compares its type and shape with the metadata's.

@@ -19,6 +19,7 @@ from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.source import BoxRequest, TensorSpec
 from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.opened_checkpoints import open_foreign
+from tests.unit.checkpoint.convert.read.test_arrays import permuted
 from tests.unit.checkpoint.convert.read.test_safetensors_file import content_of
 from tests.unit.checkpoint.convert.read.written import CountedStorage, box_of, extent_of, tensor_of
 
@@ -43,7 +44,7 @@ def test_boxes_of_tensors_in_pieces_are_those_of_the_whole(
     """Columns of a transposed file beside rows in memory, as a tensor of three pieces."""
     values = np.arange(7 * 9, dtype=np.int16).reshape(7, 9)
     extent = extent_of(tmp_path_factory.mktemp("pieces"), values.T.copy().tobytes())
-    array = FileArray.contiguous(extent, "int16", (9, 7)).permuted((1, 0))
+    array = permuted(FileArray.contiguous(extent, "int16", (9, 7)), (1, 0))
     cut = data.draw(st.integers(0, 9))
     row = data.draw(st.integers(0, 7))
     boxes = [
@@ -62,7 +63,7 @@ def test_boxes_of_tensors_in_pieces_are_those_of_the_whole(
 
 def test_bytes_that_lie_together_are_read_once(tmp_path: Path) -> None:
     array, reads = counted(tmp_path, np.arange(6000, dtype=np.float32).reshape(60, 100))
-    tensors = {f"t{n}": whole(array.slice(0, n, n + 1)) for n in range(0, 60, 2)}
+    tensors = {f"t{n}": whole(array.narrow(Box((n, 0), (1, 100)))) for n in range(0, 60, 2)}
     source = source_of(tensors)
     memory = [np.zeros((1, 100), np.float32) for _ in tensors]
     source.read([
@@ -110,7 +111,7 @@ def test_contiguous_bytes_go_to_the_callers_memory_directly(tmp_path: Path) -> N
 
 def test_memory_may_lie_at_any_address(tmp_path: Path) -> None:
     array, _ = counted(tmp_path, np.arange(12, dtype=np.float64).reshape(3, 4))
-    source = source_of({"w": whole(array.permuted((1, 0)))})
+    source = source_of({"w": whole(permuted(array, (1, 0)))})
     memory = bytearray(12 * 8 + 1)
     source.read([BoxRequest("w", Box.whole((4, 3)), memoryview(memory)[1:])])
     expected = np.arange(12, dtype=np.float64).reshape(3, 4).T
