@@ -28,7 +28,12 @@ _MOST_REPETITIONS = 64
 
 
 class Contents:
-    """The tensors, documents and left-out names of one checkpoint, while it is read."""
+    """The tensors, documents and left-out names of one checkpoint, while it is read.
+
+    Attributes:
+        is_in_module_order: whether the files have the model's tensors in the order of the module's
+            `state_dict`; a reader notes that they do not.
+    """
 
     def __init__(self, url: str, format_name: str) -> None:
         self._url = url
@@ -41,17 +46,8 @@ class Contents:
         self._groups: list[Json] = []
         self._left_out: list[LeftOut] = []
         self._model_arrays: dict[ForeignTensor, str] = {}
-        self._is_in_module_order = True
+        self.is_in_module_order = True
         self._nbytes_of_files: dict[ForeignFile, int] = {}
-
-    @property
-    def is_in_module_order(self) -> bool:
-        """Whether the model's tensors were added in the order of the module's `state_dict`."""
-        return self._is_in_module_order
-
-    def note_other_order(self) -> None:
-        """Note that the files do not have the model's tensors in the order of the module."""
-        self._is_in_module_order = False
 
     @property
     def tensors(self) -> Mapping[str, ForeignTensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from keepstep.checkpoint.convert.read.arrays import FileArray
@@ -117,24 +117,46 @@ def read_deepspeed_universal(
                 contents.leave_out(
                     f"model/{name}", "ds_to_universal does not copy the layers' files of a pipeline"
                 )
+    _leave_out_others(contents, files, models, slots, shapes_by_rank.keys())
+    if masters:
+        contents.add_document(MASTERS, masters)
+    _add_groups(contents, optimizer, modules[::ranks], f"{files.url}/{_OPTIMIZER}")
+    settings = {name: value for name, value in optimizer.items() if name not in _STRUCTURE}
+    for name, first in untrained.documents.get(TIED, {}).items():
+        contents.tie(name, first)
+    return contents.checkpoint(add_rest(contents, model, settings))
+
+
+def _leave_out_others(
+    contents: Contents,
+    files: ForeignFiles,
+    models: Sequence[Sequence[ModelFile]],
+    slots: Mapping[str, Mapping[str, str]],
+    trained: Collection[str],
+) -> None:
+    """Leave out the files that are of no parameter of the module, and what ranks have apart."""
+    modules = [row[0] for row in models]
     opened = {_OPTIMIZER}
     for parameter, names_of_slots in slots.items():
-        is_known = parameter in shapes_by_rank or any(parameter in m.module for m in modules)
+        is_known = parameter in trained or any(parameter in m.module for m in modules)
         if not is_known:
             contents.leave_out(
                 f"zero/{parameter}", "the module's file does not have it", key=OPTIMIZER
             )
-        if not is_known or parameter in shapes_by_rank:
+        if not is_known or parameter in trained:
             opened.update(names_of_slots.values())
         elif _MASTER in names_of_slots:
             # The converter's copy of what the module's file has.
             opened.add(names_of_slots[_MASTER])
     for left in (*left_out_of_ranks(models), *left_out_files(files, opened)):
         contents.leave_out(left.name, left.reason)
-    if masters:
-        contents.add_document(MASTERS, masters)
+
+
+def _add_groups(
+    contents: Contents, optimizer: Mapping[str, Any], stages: Sequence[ModelFile], location: str
+) -> None:
     groups = optimizer.get("param_groups")
-    names = _names_of_groups(modules[::ranks])
+    names = _names_of_groups(stages)
     if groups is None:
         contents.leave_out(_OPTIMIZER, "it has no groups of the optimizer", key=OPTIMIZER)
     elif names is None:
@@ -142,11 +164,7 @@ def read_deepspeed_universal(
             "param_groups", "stages of the pipeline have different numbers of them", key=OPTIMIZER
         )
     else:
-        add_groups(contents, groups, names, f"{files.url}/{_OPTIMIZER}")
-    settings = {name: value for name, value in optimizer.items() if name not in _STRUCTURE}
-    for name, first in untrained.documents.get(TIED, {}).items():
-        contents.tie(name, first)
-    return contents.checkpoint(add_rest(contents, model, settings))
+        add_groups(contents, groups, names, location)
 
 
 def _shapes_by_rank(

@@ -164,7 +164,7 @@ def _add_shards(contents: Contents, files: ForeignFiles, index_name: str) -> Seq
         raise damaged(where, "its weight_map does not name files by tensors")
     shards = sorted(set(weight_map.values()))
     # A tensor of more bytes than a shard may have has its own shard, before those that precede it.
-    contents.note_other_order()
+    contents.is_in_module_order = False
     for shard in shards:
         expected = {name for name, holder in weight_map.items() if holder == shard}
         _add_file(contents, files, shard, expected)
@@ -200,7 +200,7 @@ def _add_safetensors(contents: Contents, files: ForeignFiles, name: str) -> set[
     """Add the tensors of one file of safetensors; return all their names."""
     read = read_safetensors(files.file(name))
     # The library sorts tensors by data types and names.
-    contents.note_other_order()
+    contents.is_in_module_order = False
     for key, array in read.arrays.items():
         contents.add_model_array(key, array)
     for key, dtype in read.unsupported.items():

@@ -60,7 +60,7 @@ def read_orbax(files: ForeignFiles) -> ForeignCheckpoint:
     """
     contents = Contents(files.url, "Orbax")
     # Its mappings are sorted by keys.
-    contents.note_other_order()
+    contents.is_in_module_order = False
     notes: dict[str, Json] = {}
     if STEP_METADATA in files:
         notes[STEP_METADATA] = read_json_object(files, STEP_METADATA)

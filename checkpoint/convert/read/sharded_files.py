@@ -72,7 +72,7 @@ def _merged(
             _leave_out_others(contents, key)
         names = dict.fromkeys(name for mapping in mappings for name in mapping)
         if depth <= _MODEL_DEPTH and any(list(mapping) != list(names) for mapping in mappings):
-            contents.note_other_order()
+            contents.is_in_module_order = False
         return {
             name: _merged(
                 contents,

@@ -58,7 +58,7 @@ def read_adapter(files: ForeignFiles) -> ForeignCheckpoint:
     """
     contents = Contents(files.url, "PEFT")
     # PEFT appends biases and modules that are saved whole.
-    contents.note_other_order()
+    contents.is_in_module_order = False
     # The first, which is not there either, if there is none: that is said of it.
     weights = next((name for name in _ADAPTERS if name in files), _ADAPTERS[0])
     add_named_file(contents, files, weights)

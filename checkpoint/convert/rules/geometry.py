@@ -95,17 +95,12 @@ def place_tensors(
                         f"{target} would have shape {list(target_shapes[target])} by some tensors "
                         f"and {list(shape)} by {found.name}"
                     )
-                if unit.inside is None:
-                    continue
-                taken = rule.source.embedding(unit.before, reading, chosen).inverted(found.name)
-                placed = rule.target.embedding(unit.after, writing, indices)
-                for step in compose(placed, unit.inside):
-                    views_of[target] += compose(step, taken)
-                for zeros in subtract(Box.whole(unit.after), unit.inside.target_box):
-                    views_of[target] += compose(placed, box_view(None, zeros, zeros))
-                for unread in subtract(Box.whole(unit.before), unit.inside.source_box):
-                    lost = compose(box_view(None, unread, unread), taken)
-                    left_out += [(found.name, view.source_box) for view in lost]
+                if unit.inside is not None:
+                    taken = rule.source.embedding(unit.before, reading, chosen)
+                    placed = rule.target.embedding(unit.after, writing, indices)
+                    made, lost = _unit_views(unit, unit.inside, taken.inverted(found.name), placed)
+                    views_of[target] += made
+                    left_out += [(found.name, box) for box in lost]
     return Geometry(
         target_shapes,
         {
@@ -114,6 +109,18 @@ def place_tensors(
         },
         tuple(left_out),
     )
+
+
+def _unit_views(
+    unit: _Unit, inside: View, taken: View, placed: View
+) -> tuple[list[View], list[Box]]:
+    """Return the views that put a unit in its target, and boxes of the source that none takes."""
+    views = [view for step in compose(placed, inside) for view in compose(step, taken)]
+    for zeros in subtract(Box.whole(unit.after), inside.target_box):
+        views += compose(placed, box_view(None, zeros, zeros))
+    unread = subtract(Box.whole(unit.before), inside.source_box)
+    lost = [view.source_box for box in unread for view in compose(box_view(None, box, box), taken)]
+    return views, lost
 
 
 def _units(

@@ -156,19 +156,8 @@ def convert(
             "format"
         )
     if target == Target.UNIVERSAL:
-        # Of other tensors, as after other rules, an attempt would keep arrays that are not its own.
-        identity = json.dumps(
-            [
-                origin,
-                opened.format_name,
-                chosen.only_model,
-                chosen.model_dtype,
-                seen_in(chosen),
-                None if request is None else request.spelling(),
-            ]
-        )
         _write_universal(
-            opened, chosen, url, identity, memory_nbytes, report, workers=workers, request=request
+            opened, origin, chosen, url, memory_nbytes, report, workers=workers, request=request
         )
     elif target in _FILES:
         pieces = _pieces_of_file(chosen, target)
@@ -232,16 +221,25 @@ def _files_of_folder(
 
 def _write_universal(
     opened: Opened,
+    origin: str,
     chosen: Selection,
     url: str,
-    origin: str,
     memory_nbytes: int,
     report: Report,
     *,
     workers: int,
     request: ConversionRequest | None,
 ) -> None:
-    attempt_name = attempt_for(url, chosen.step, origin)
+    # Of other tensors, as after other rules, an attempt would keep arrays that are not its own.
+    identity = [
+        origin,
+        opened.format_name,
+        chosen.only_model,
+        chosen.model_dtype,
+        seen_in(chosen),
+        None if request is None else request.spelling(),
+    ]
+    attempt_name = attempt_for(url, chosen.step, json.dumps(identity))
     parts = UniversalParts(chosen, url, attempt_name=attempt_name, memory_nbytes=memory_nbytes)
     with ExitStack() as processes:
         run = run_here(parts, report)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -168,7 +168,6 @@ def _stage_3(state: DeepSpeedState, ranks: int) -> Iterator[tuple[str, object]]:
         for group in state.groups
         for parameters in _sub_groups(group, ranks, _sub_group_size(state))
     ]
-    counts = [sum(other is group for other, _ in sub_groups) for group in state.groups]
     buffers, frozen = state.buffers, state.frozen
     stubs = {
         name: StoredTensor(state.source.tensors[key].dtype, (0,), ())
@@ -196,43 +195,47 @@ def _stage_3(state: DeepSpeedState, ranks: int) -> Iterator[tuple[str, object]]:
                 **({"shared_params": {}} if rank else {}),
             ),
         )
-        slots = {
-            number: {
-                **_own(group.numbers),
-                **{
-                    slot: _joined(
-                        dtype,
-                        [_fragment(p.source, p.slots[slot], rank, ranks) for p in parameters],
-                    )
-                    for slot, dtype in group.slots.items()
-                },
-            }
-            for number, (group, parameters) in enumerate(sub_groups)
-        }
-        firsts = [sum(counts[:number]) for number in range(len(counts))]
-        yield _optimizer_file(
-            state,
-            rank,
-            {
-                "zero_stage": 3,
-                **_scaler(state, is_needed=True),
-                "partition_count": ranks,
-                "optimizer_state_dict": {
-                    "state": slots,
-                    "param_groups": [
-                        state.options(first, group, count)
-                        for first, group, count in zip(firsts, state.groups, counts, strict=True)
-                    ],
-                },
-                "fp32_flat_groups": [
-                    _joined(
-                        MASTER_DTYPE,
-                        [_fragment(p.source, p.master, rank, ranks) for p in parameters],
-                    )
-                    for _, parameters in sub_groups
-                ],
+        yield _optimizer_file(state, rank, _stage_3_optimizer(state, sub_groups, rank, ranks))
+
+
+def _stage_3_optimizer(
+    state: DeepSpeedState,
+    sub_groups: Sequence[tuple[FlatGroup, tuple[Parameter, ...]]],
+    rank: int,
+    ranks: int,
+) -> dict[str, object]:
+    """Return what a rank's file has of the optimizer in stage 3."""
+    counts = [sum(other is group for other, _ in sub_groups) for group in state.groups]
+    firsts = [sum(counts[:number]) for number in range(len(counts))]
+
+    def joined(dtype: str, keys: Iterable[tuple[Parameter, str]]) -> StoredTensor:
+        return _joined(dtype, [_fragment(p.source, key, rank, ranks) for p, key in keys])
+
+    return {
+        "zero_stage": 3,
+        **_scaler(state, is_needed=True),
+        "partition_count": ranks,
+        "optimizer_state_dict": {
+            "state": {
+                number: {
+                    **_own(group.numbers),
+                    **{
+                        slot: joined(dtype, [(p, p.slots[slot]) for p in parameters])
+                        for slot, dtype in group.slots.items()
+                    },
+                }
+                for number, (group, parameters) in enumerate(sub_groups)
             },
-        )
+            "param_groups": [
+                state.options(first, group, count)
+                for first, group, count in zip(firsts, state.groups, counts, strict=True)
+            ],
+        },
+        "fp32_flat_groups": [
+            joined(MASTER_DTYPE, [(p, p.master) for p in parameters])
+            for _, parameters in sub_groups
+        ],
+    }
 
 
 def _own(numbers: Mapping[str, StoredTensor | Json]) -> dict[str, StoredTensor | Json]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
 from keepstep.checkpoint.format.stored.metadata import StoredMetadata
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, Attempt, StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.format.stored.storage import open_storage
+from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from keepstep.checkpoint.format.stored.stored_json import decode, encode, encode_strict
 from keepstep.checkpoint.format.stored.writer import (
     PARALLEL_WRITES,
@@ -95,6 +95,68 @@ class _WrittenPart:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """The files that an attempt has until it is committed: what was written, and when."""
+
+    storage: Storage
+    directory: str
+
+    def written(self, number: int) -> _WrittenPart | None:
+        """Return what is noted of a part; None for nothing."""
+        name = self._name(number, "converted")
+        try:
+            return _WrittenPart.decode(self.storage.read(name), f"{self.storage.url}/{name}")
+        except CheckpointMissing:
+            return None
+
+    def write(self, number: int, part: _WrittenPart) -> None:
+        """Note durably that a part is written."""
+        name = self._name(number, "converted")
+        self.storage.write(name, [part.encode()])
+        self.storage.flush([name])
+
+    def show_life(self, number: int) -> None:
+        """Change the objects of the attempt: else garbage collection deletes it after a while."""
+        name = self._name(number, "checked")
+        if self.storage.exists(name):
+            self.storage.delete(name)
+        else:
+            self.storage.write(name, [encode({})])
+
+    def delete(self, numbers: Iterable[int]) -> None:
+        """Forget what was written: the next conversion writes these parts again."""
+        for number in numbers:
+            self.storage.delete(self._name(number, "converted"))
+            self.storage.delete(self._name(number, "checked"))
+
+    def saved_at(self, now: datetime) -> str:
+        """Return when this attempt was first about to be committed, which is noted.
+
+        So whoever commits it writes the same documents: those of a committed one never change.
+        """
+        saved_at = now.astimezone(UTC).isoformat(timespec="seconds")
+        try:
+            self.storage.create(self._time_name, encode({"saved_at": saved_at}))
+        except CheckpointExists:
+            # If it is gone meanwhile, another conversion has committed this attempt.
+            with suppress(CheckpointMissing):
+                where = f"{self.storage.url}/{self._time_name}"
+                saved_at = str(decode(self.storage.read(self._time_name), where)["saved_at"])
+        return saved_at
+
+    def delete_time(self) -> None:
+        """Forget when the attempt was about to be committed."""
+        self.storage.delete(self._time_name)
+
+    @property
+    def _time_name(self) -> str:
+        return f"{self.directory}/saved-at.json"
+
+    def _name(self, number: int, what: str) -> str:
+        return f"{self.directory}/{number:06d}-{what}.json"
+
+
 class UniversalParts:
     """The parts of one conversion. Every process that has the same source has the same parts.
 
@@ -130,6 +192,7 @@ class UniversalParts:
         self.stored = StoredStep(source.step, 0)
         self.attempt = Attempt(self.stored, attempt_name)
         self.storage = open_storage(url)
+        self.notes = _Notes(self.storage, f"{self.attempt.directory}/parts")
         self.plan = plan_chunks(list(_parts(source.tensors, self.part_nbytes)))
 
     @property
@@ -148,7 +211,7 @@ class UniversalParts:
             CheckpointError: a read or a write failed.
         """
         if self._was_written(number, report):
-            self._show_life(number)
+            self.notes.show_life(number)
             return
         content = ContentSum()
 
@@ -162,9 +225,7 @@ class UniversalParts:
             self.storage, self.attempt, self.plan, [number], read_box,
             name=number, threads=self._threads, content=content,
         )  # fmt: skip
-        note = _WrittenPart(listing, content.total).encode()
-        self.storage.write(self._note_name(number), [note])
-        self.storage.flush([self._note_name(number)])
+        self.notes.write(number, _WrittenPart(listing, content.total))
 
     def check(self, number: int, report: Report) -> None:
         """Read a part that was written, and compare it with what was read of the source.
@@ -183,7 +244,7 @@ class UniversalParts:
                 "the source, although each object is as it was written; look at the memory of this "
                 "machine, and convert again"
             )
-        self._show_life(number)
+        self.notes.show_life(number)
 
     def commit(self, documents: Mapping[str, Json]) -> None:
         """Make the checkpoint visible, with these documents. All parts have to be checked.
@@ -203,23 +264,8 @@ class UniversalParts:
         if not self._is_committed(listings):
             required = required_features(self.plan.tensors)
             commit(self.storage, self.attempt, listings, metadata.objects, required)
-        self.delete_notes()
-        self.storage.delete(self._saved_at)
-
-    def saved_at(self, now: datetime) -> str:
-        """Return when this attempt was first about to be committed, which is noted.
-
-        So whoever commits it writes the same documents: those of a committed one never change.
-        """
-        saved_at = now.astimezone(UTC).isoformat(timespec="seconds")
-        try:
-            self.storage.create(self._saved_at, encode({"saved_at": saved_at}))
-        except CheckpointExists:
-            # If it is gone meanwhile, another conversion has committed this attempt.
-            with suppress(CheckpointMissing):
-                where = f"{self.storage.url}/{self._saved_at}"
-                saved_at = str(decode(self.storage.read(self._saved_at), where)["saved_at"])
-        return saved_at
+        self.notes.delete(self.numbers)
+        self.notes.delete_time()
 
     def _is_committed(self, listings: Sequence[StoredObject]) -> bool:
         """Return whether this attempt is the committed one."""
@@ -235,16 +281,10 @@ class UniversalParts:
             )
         return True
 
-    def delete_notes(self) -> None:
-        """Forget what was written: the next conversion writes all parts again."""
-        for number in self.numbers:
-            self.storage.delete(self._note_name(number))
-            self.storage.delete(self._checked_name(number))
-
     @cached_property
     def _written(self) -> dict[int, _WrittenPart]:
         """The records of the parts, once all of them are written."""
-        parts = {number: self._noted(number) for number in self.numbers}
+        parts = {number: self.notes.written(number) for number in self.numbers}
         missing = [number for number, part in parts.items() if part is None]
         if missing:
             raise CheckpointError(
@@ -268,16 +308,9 @@ class UniversalParts:
         manifest = manifest_of(self.attempt, listings, objects, required).encode()
         return StoredMetadata(stored=self.stored, manifest=manifest, objects=objects)
 
-    def _noted(self, number: int) -> _WrittenPart | None:
-        name = self._note_name(number)
-        try:
-            return _WrittenPart.decode(self.storage.read(name), f"{self.storage.url}/{name}")
-        except CheckpointMissing:
-            return None
-
     def _was_written(self, number: int, report: Report) -> bool:
         """Return whether a part was written before, and the source still has its contents."""
-        part = self._noted(number)
+        part = self.notes.written(number)
         if part is None or self._content(self._source, number, lambda nbytes: None) != part.content:
             return False
         report(sum(map(self._nbytes, self.plan.chunks[number])))
@@ -302,24 +335,6 @@ class UniversalParts:
 
     def _itemsize(self, key: str) -> int:
         return numpy_dtype(self.plan.tensors[key].dtype).itemsize
-
-    @property
-    def _saved_at(self) -> str:
-        return f"{self.attempt.directory}/parts/saved-at.json"
-
-    def _show_life(self, number: int) -> None:
-        """Change the objects of the attempt: else garbage collection gives it up after a while."""
-        name = self._checked_name(number)
-        if self.storage.exists(name):
-            self.storage.delete(name)
-        else:
-            self.storage.write(name, [encode({})])
-
-    def _note_name(self, number: int) -> str:
-        return f"{self.attempt.directory}/parts/{number:06d}-converted.json"
-
-    def _checked_name(self, number: int) -> str:
-        return f"{self.attempt.directory}/parts/{number:06d}-checked.json"
 
 
 def attempt_for(url: str, step: int, origin: str) -> str:
@@ -362,13 +377,13 @@ def write_universal(
             "keepstep": release_of("keepstep"),
             "torch": release_of("torch"),
             "world_size": 1,
-            "saved_at": parts.saved_at(now),
+            "saved_at": parts.notes.saved_at(now),
             "converted_from": converted_from,
         }
         parts.commit({**documents, PROVENANCE: provenance})
     except CheckpointDamaged:
         # Without their notes, the next conversion writes the parts again.
-        parts.delete_notes()
+        parts.notes.delete(parts.numbers)
         raise
 
 

@@ -143,7 +143,7 @@ def test_a_conversion_that_ended_after_its_commit_can_be_repeated(
     """It replaced a document of the committed checkpoint, which was damaged from then on."""
     trained(tmp_path / "a.pt")
     monkeypatch.setattr(conversion, "datetime", Clock)
-    end_before(monkeypatch, universal.UniversalParts, "delete_notes", tmp_path)
+    end_before(monkeypatch, universal._Notes, "delete", tmp_path)
     StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).verify()
     convert(tmp_path / "a.pt", tmp_path / "universal")
     StoredCheckpoint.open(open_storage(str(tmp_path / "universal"))).verify()
