@@ -53,7 +53,7 @@ WITH_TORCH = (
 
 
 def claims_of(source: str) -> list[str]:
-    return re.findall(r"^CLAIM\((\w+)\)", (TESTS / source).read_text(), re.MULTILINE)
+    return re.findall(r"^(?:RANK_)?CLAIM\((\w+)\)", (TESTS / source).read_text(), re.MULTILINE)
 
 
 CHECKS = [

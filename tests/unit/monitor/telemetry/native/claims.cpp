@@ -47,6 +47,25 @@ class Call {
   Operation* operation;
 };
 
+// A call of a collective that is launched on a stream.
+Call collective(TestLane& lane, Nccl& nccl, void* on) {
+  Call call(lane);
+  nccl.collective(on);
+  call.returns();
+  return call;
+}
+
+// A claim about a rank that computes in context 0, and whose NCCL has the plugin.
+#define RANK_CLAIM(name)                       \
+  void name##_of(TestLane& lane, Nccl& nccl);  \
+  CLAIM(name) {                                \
+    use(0);                                    \
+    TestLane lane;                             \
+    Nccl nccl(ncclProfiler_v5);                \
+    name##_of(lane, nccl);                     \
+  }                                            \
+  void name##_of(TestLane& lane, Nccl& nccl)
+
 CLAIM(process_without_the_driver_observes_nothing_and_loads_nothing) {
   HOLDS(dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY) == nullptr);
   Nccl nccl(ncclProfiler_v5);
@@ -64,13 +83,8 @@ CLAIM(driver_that_is_loaded_later_is_found) {
   HOLDS(does_nccl_report());
 }
 
-CLAIM(operation_is_open_until_its_end_is_seen_on_the_device) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
-  Call call(lane);
-  nccl.collective(stream(0));
-  call.returns();
+RANK_CLAIM(operation_is_open_until_its_end_is_seen_on_the_device) {
+  const Call call = collective(lane, nccl, stream(0));
   HOLDS(pending(stream(0)) == 2);
   HOLDS(lane.flags(call.position) == (DEVICE_TIMES | LAUNCHED));
   HOLDS(lane.started_s(call.position) == 0.0);
@@ -87,26 +101,16 @@ CLAIM(operation_is_open_until_its_end_is_seen_on_the_device) {
   check_nothing_forbidden();
 }
 
-CLAIM(stream_that_hangs_holds_up_no_other_stream) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
-  Call hung(lane);
-  nccl.collective(stream(0));
-  hung.returns();
-  Call other(lane);
-  nccl.collective(stream(1));
-  other.returns();
+RANK_CLAIM(stream_that_hangs_holds_up_no_other_stream) {
+  const Call hung = collective(lane, nccl, stream(0));
+  const Call other = collective(lane, nccl, stream(1));
   complete(stream(1), 2, 1.0);
   WAIT_UNTIL(lane.ended_s(other.position) > 0.0);
   HOLDS(lane.started_s(hung.position) == 0.0);
   HOLDS(lane.ended_s(hung.position) == 0.0);
 }
 
-CLAIM(coalesced_operations_share_the_launch_at_the_end_of_their_group) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(coalesced_operations_share_the_launch_at_the_end_of_their_group) {
   void* group = nullptr;
   std::vector<uint64_t> positions;
   for (int index = 0; index < 3; ++index) {
@@ -126,10 +130,7 @@ CLAIM(coalesced_operations_share_the_launch_at_the_end_of_their_group) {
   HOLDS(lane.started_s(positions[0]) > 0.0);
 }
 
-CLAIM(operation_of_several_launches_begins_with_the_first_and_ends_with_the_last) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(operation_of_several_launches_begins_with_the_first_and_ends_with_the_last) {
   Call call(lane);
   void* const group = nccl.start_group();
   nccl.call(group);
@@ -140,9 +141,7 @@ CLAIM(operation_of_several_launches_begins_with_the_first_and_ends_with_the_last
   complete(stream(1), 2, 1.0);
   WAIT_UNTIL(lane.started_s(call.position) > 0.0);
   const double started_s = lane.started_s(call.position);
-  Call after(lane);
-  nccl.collective(stream(1));
-  after.returns();
+  const Call after = collective(lane, nccl, stream(1));
   complete(stream(1), 2, 2.0);
   WAIT_UNTIL(lane.ended_s(after.position) > 0.0);
   HOLDS(lane.ended_s(call.position) == 0.0);
@@ -152,10 +151,7 @@ CLAIM(operation_of_several_launches_begins_with_the_first_and_ends_with_the_last
   HOLDS(lane.ended_s(call.position) > lane.ended_s(after.position));
 }
 
-CLAIM(captured_operation_is_not_observed_and_no_event_enters_the_graph) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(captured_operation_is_not_observed_and_no_event_enters_the_graph) {
   Call told(lane);
   void* const group = nccl.start_group(true);
   nccl.call(group);
@@ -167,31 +163,22 @@ CLAIM(captured_operation_is_not_observed_and_no_event_enters_the_graph) {
 
   // The stream of this launch is captured although the group's first call was not.
   STAND_IN(stand_in_begin_capture)(stream(0));
-  Call untold(lane);
-  nccl.collective(stream(0));
-  untold.returns();
+  const Call untold = collective(lane, nccl, stream(0));
   HOLDS(STAND_IN(stand_in_end_capture)());
   WAIT_UNTIL(lane.flags(untold.position) & UNOBSERVED);
   HOLDS(lane.ended_s(untold.position) == 0.0);
   check_nothing_forbidden();
 }
 
-CLAIM(capture_survives_that_the_watch_polls) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
-  Call call(lane);
-  nccl.collective(stream(0));
-  call.returns();
+RANK_CLAIM(capture_survives_that_the_watch_polls) {
+  const Call call = collective(lane, nccl, stream(0));
   STAND_IN(stand_in_begin_capture)(stream(5));
   const int queries = STAND_IN(stand_in_queries)();
   WAIT_UNTIL(STAND_IN(stand_in_queries)() > queries + 5);
   // New events are created meanwhile, by a thread in the default mode.
   std::thread([&] {
     use(0);
-    Call other(lane);
-    nccl.collective(stream(1));
-    other.returns();
+    collective(lane, nccl, stream(1));
   }).join();
   HOLDS(STAND_IN(stand_in_end_capture)());
   complete(stream(0), 2, 1.0);
@@ -199,10 +186,7 @@ CLAIM(capture_survives_that_the_watch_polls) {
   HOLDS(lane.flags(call.position) == (DEVICE_TIMES | LAUNCHED));
 }
 
-CLAIM(operation_without_a_launch_is_neither_ended_nor_observed) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(operation_without_a_launch_is_neither_ended_nor_observed) {
   // Of one rank: NCCL reports nothing.
   Call silent(lane);
   HOLDS(DeviceWatch::get().is_launched(silent.operation) == false);
@@ -222,10 +206,7 @@ CLAIM(operation_without_a_launch_is_neither_ended_nor_observed) {
   HOLDS(lane.ended_s(copied.position) == 0.0);
 }
 
-CLAIM(non_blocking_communicator_launches_after_the_end_of_its_group) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(non_blocking_communicator_launches_after_the_end_of_its_group) {
   Call call(lane);
   void* const group = nccl.start_group();
   nccl.call(group);
@@ -264,9 +245,7 @@ CLAIM(launch_of_a_group_that_is_over_is_not_observed) {
   const double ended_s = lane.ended_s(call.position);
   // Thousands of groups later its handle is still free.
   for (int count = 0; count < 4000; ++count) {
-    Call later(lane);
-    nccl.collective(stream(1));
-    later.returns();
+    collective(lane, nccl, stream(1));
     complete(stream(1), 2, 2.0);
     HOLDS(nccl.start_launch(group, stream(0)) == nullptr);
   }
@@ -298,10 +277,7 @@ CLAIM(events_around_a_call_give_its_times_where_nccl_reports_nothing) {
   WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
 }
 
-CLAIM(call_that_raises_has_failed_whatever_was_launched) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(call_that_raises_has_failed_whatever_was_launched) {
   Call call(lane);
   nccl.collective(stream(0));
   call.returns(true);
@@ -310,9 +286,7 @@ CLAIM(call_that_raises_has_failed_whatever_was_launched) {
   HOLDS(ended_s > 0.0);
   complete(stream(0), 2, 1.0);
   WAIT_UNTIL(pending(stream(0)) == 0);
-  Call next(lane);
-  nccl.collective(stream(0));
-  next.returns();
+  const Call next = collective(lane, nccl, stream(0));
   complete(stream(0), 2, 2.0);
   WAIT_UNTIL(lane.ended_s(next.position) > 0.0);
   HOLDS(lane.ended_s(call.position) == ended_s);
@@ -326,9 +300,7 @@ CLAIM(operations_fail_with_the_device_and_not_with_the_context) {
     use(0);
     TestLane lane;
     Nccl nccl(ncclProfiler_v5);
-    Call call(lane);
-    nccl.collective(stream(0));
-    call.returns();
+    const Call call = collective(lane, nccl, stream(0));
     STAND_IN(stand_in_fail)(code);
     WAIT_UNTIL(lane.flags(call.position) & UNOBSERVED);
     WAIT_UNTIL((lane.ended_s(call.position) > 0.0) == is_ended);
@@ -338,14 +310,9 @@ CLAIM(operations_fail_with_the_device_and_not_with_the_context) {
   }
 }
 
-CLAIM(operations_are_observed_again_after_the_events_of_a_context_are_gone) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(operations_are_observed_again_after_the_events_of_a_context_are_gone) {
   const auto observe = [&](bool is_forgotten) {
-    Call call(lane);
-    nccl.collective(stream(0));
-    call.returns();
+    const Call call = collective(lane, nccl, stream(0));
     complete(stream(0), 1, 1.0);
     WAIT_UNTIL(lane.started_s(call.position) > 0.0);
     if (is_forgotten) STAND_IN(stand_in_forget_events)();
@@ -358,13 +325,8 @@ CLAIM(operations_are_observed_again_after_the_events_of_a_context_are_gone) {
   HOLDS(observe(false));
 }
 
-CLAIM(watch_with_nothing_to_do_sleeps) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
-  Call call(lane);
-  nccl.collective(stream(0));
-  call.returns();
+RANK_CLAIM(watch_with_nothing_to_do_sleeps) {
+  const Call call = collective(lane, nccl, stream(0));
   complete(stream(0), 2, 1.0);
   WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
   const auto wakes = [] {
@@ -381,10 +343,7 @@ CLAIM(watch_with_nothing_to_do_sleeps) {
   WAIT_UNTIL(wakes_in_30_ms() < 5);
 }
 
-CLAIM(many_streams_come_and_go) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(many_streams_come_and_go) {
   for (int count = 0; count < 300; ++count) {
     void* const on = reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + count));
     Call call(lane);
@@ -395,10 +354,7 @@ CLAIM(many_streams_come_and_go) {
   }
 }
 
-CLAIM(launch_that_cannot_be_recorded_is_not_observed) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(launch_that_cannot_be_recorded_is_not_observed) {
   Call call(lane);
   void* const group = nccl.start_group();
   nccl.call(group);
@@ -412,10 +368,7 @@ CLAIM(launch_that_cannot_be_recorded_is_not_observed) {
   HOLDS(lane.ended_s(call.position) == 0.0);
 }
 
-CLAIM(events_are_reused_and_never_destroyed) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
+RANK_CLAIM(events_are_reused_and_never_destroyed) {
   for (int count = 0; count < 1000; ++count) {
     Call call(lane);
     nccl.collective(stream(count % 2));
@@ -448,20 +401,13 @@ CLAIM(events_are_queried_in_their_own_context) {
 CLAIM(thread_without_a_context_records_no_event) {
   Nccl nccl(ncclProfiler_v5);
   TestLane lane;
-  Call call(lane);
-  nccl.collective(stream(0));
-  call.returns();
+  const Call call = collective(lane, nccl, stream(0));
   WAIT_UNTIL(lane.flags(call.position) & UNOBSERVED);
   check_nothing_forbidden();
 }
 
-CLAIM(stuck_device_is_asked_less_often) {
-  use(0);
-  TestLane lane;
-  Nccl nccl(ncclProfiler_v5);
-  Call call(lane);
-  nccl.collective(stream(0));
-  call.returns();
+RANK_CLAIM(stuck_device_is_asked_less_often) {
+  collective(lane, nccl, stream(0));
   const double began_s = now_s();
   WAIT_UNTIL(now_s() > began_s + 1.2);
   const int queries = STAND_IN(stand_in_queries)();
