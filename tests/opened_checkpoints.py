@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
 from keepstep.checkpoint.convert.rules.rank_shards import RankRules
-from keepstep.checkpoint.convert.write.opened import Opened, locate, open_location
+from keepstep.checkpoint.convert.write.opened import Checkpoint, locate, open_location
 from keepstep.checkpoint.format.layout.location import Format, Location
 
 
-def open_any(url: str, parameter_names: Sequence[str] | None = None) -> Opened:
+def open_any(url: str, parameter_names: Sequence[str] | None = None) -> Checkpoint:
     """Open the checkpoint at a URL. Raises what `locate` and `open_location` do."""
     return open_location(locate(url), parameter_names)
 

@@ -27,7 +27,7 @@ from keepstep.checkpoint.convert.write.conversion import (
     target_at,
     work_nbytes,
 )
-from keepstep.checkpoint.convert.write.opened import Opened, locate
+from keepstep.checkpoint.convert.write.opened import Checkpoint, locate
 from keepstep.checkpoint.convert.write.request import ConversionRequest, configuration
 from keepstep.checkpoint.convert.write.rules_given import report
 from keepstep.checkpoint.convert.write.selection import Selection
@@ -282,7 +282,7 @@ def by_parts(left_out: Sequence[str]) -> list[str]:
     ]
 
 
-def _opened(request: ConversionRequest) -> Opened:
+def _opened(request: ConversionRequest) -> Checkpoint:
     """Return the checkpoint; the error for one that needs code to be read names the code.
 
     Raises:
@@ -369,7 +369,7 @@ def configuration_in(path: str | None) -> Mapping[str, Json] | None:
 
 
 def _print_plan(
-    opened: Opened, chosen: Selection, to: Target, request: ConversionRequest, *, as_json: bool
+    opened: Checkpoint, chosen: Selection, to: Target, request: ConversionRequest, *, as_json: bool
 ) -> None:
     left_out = left_out_of(opened, chosen, to, request)
     documents = documents_of(chosen, to)

@@ -17,7 +17,7 @@ from keepstep.checkpoint.convert.write.dequantized import (
     dequantized,
     describe_dequantized,
 )
-from keepstep.checkpoint.convert.write.opened import Opened, without_wrapper_names
+from keepstep.checkpoint.convert.write.opened import Checkpoint, without_wrapper_names
 from keepstep.checkpoint.convert.write.renaming import RenamedSource
 from keepstep.checkpoint.convert.write.request import configuration
 from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules, rank_rules
@@ -68,7 +68,7 @@ def load_foreign(
     source = open_foreign_together(
         location, group, found, step=step, parameter_names=orders, rank_rules=of_ranks
     )
-    opened = Opened(source, source.format_name, source.left_out)
+    opened = Checkpoint(source, source.format_name, source.left_out)
     return _load_by_each(opened, source.url, state, options, group)
 
 
@@ -80,11 +80,11 @@ def load_stored_by_each(
     group: ControlGroup,
 ) -> LoadReport:
     """Load a checkpoint of keepstep's own, of which each rank reads what it wants."""
-    return _load_by_each(Opened(source, "keepstep"), url, state, options, group)
+    return _load_by_each(Checkpoint(source, "keepstep"), url, state, options, group)
 
 
 def _load_by_each(
-    opened: Opened, url: str, state: StateMapping, options: LoadOptions, group: ControlGroup
+    opened: Checkpoint, url: str, state: StateMapping, options: LoadOptions, group: ControlGroup
 ) -> LoadReport:
     """Fill a state from a checkpoint, of which each rank reads what it wants."""
     opened, digests = group.run_and_share(lambda: _renamed(opened, options), _naming_digest)
@@ -121,7 +121,7 @@ def _load_by_each(
     return loaded
 
 
-def _renamed(opened: Opened, options: LoadOptions) -> Opened:
+def _renamed(opened: Checkpoint, options: LoadOptions) -> Checkpoint:
     """Return a checkpoint in the spelling that rules lead to, if there are any."""
     if options.rules is None:
         return opened
@@ -131,7 +131,7 @@ def _renamed(opened: Opened, options: LoadOptions) -> Opened:
     return apply_naming_rules(clean, options.rules, configuration(clean, options.config))
 
 
-def _naming_digest(opened: Opened) -> Json:
+def _naming_digest(opened: Checkpoint) -> Json:
     """Return a digest of the renamed source, to compare across ranks; None without rules."""
     source = opened.source
     if not isinstance(source, RenamedSource):

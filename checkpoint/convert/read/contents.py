@@ -17,8 +17,10 @@ from keepstep.checkpoint.convert.read.pickled_json import NotJson, as_json, desc
 from keepstep.checkpoint.convert.read.pickled_values import NumpyArray, Record
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, whole
 from keepstep.checkpoint.format.layout.boxes import Json
-from keepstep.checkpoint.format.layout.documents import GROUPS, SCALARS, TIED, VALUES
+from keepstep.checkpoint.format.layout.documents import GROUPS, MASTERS, SCALARS, TIED, VALUES
 from keepstep.checkpoint.format.layout.names import check_keys
+
+MASTER_SLOT = "master_param"
 
 _MOST_DEPTH = 200
 _SHOWN = 80
@@ -44,6 +46,7 @@ class Contents:
         self._scalars: dict[str, Json] = {}
         self._values: dict[str, Json] = {}
         self._groups: list[Json] = []
+        self._masters: dict[str, Json] = {}
         self._left_out: list[LeftOut] = []
         self._model_arrays: dict[ForeignTensor, str] = {}
         self.is_in_module_order = True
@@ -146,6 +149,13 @@ class Contents:
         path = f"{parameter}/{slot}"
         self._set_json(self._scalars, path, value, f"optim/{path}")
 
+    def note_master(self, parameter: str) -> None:
+        """Note that the slot `MASTER_SLOT` of a parameter is the parameter itself in more bits."""
+        tensor = self._tensors.get(f"optim/{parameter}/{MASTER_SLOT}")
+        if tensor is not None:
+            entry = {"slot": MASTER_SLOT, "dtype": tensor.spec.dtype}
+            self._masters[f"model/{parameter}"] = entry
+
     def _set_json(self, into: dict[str, Json], key: str, value: object, name: str) -> None:
         if key in into:
             self.leave_out(name, "another value has this name", key=name)
@@ -191,6 +201,7 @@ class Contents:
                 for name, content in (
                     (TIED, self._tied),
                     (GROUPS, self._groups),
+                    (MASTERS, self._masters),
                     (SCALARS, self._scalars),
                     (VALUES, self._values),
                 )

@@ -28,8 +28,6 @@ from keepstep.checkpoint.format.layout.boxes import Json
 DEEPSPEED = "deepspeed"
 """The document that has DeepSpeed's own settings, which say how training was configured."""
 
-MASTER_SLOT = "master_param"
-
 Shape = tuple[int, ...]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from keepstep.checkpoint.convert.read.contents import MASTER_SLOT
 from keepstep.checkpoint.convert.read.deepspeed_cuts import UniversalInfo, universal_info
 from keepstep.checkpoint.convert.read.deepspeed_differences import buffer_differences, differences
 from keepstep.checkpoint.convert.read.deepspeed_files import (
-    MASTER_SLOT,
     ModelFile,
     OptimizerFile,
     left_out_files,

@@ -15,11 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from keepstep.checkpoint.convert.read.arrays import FileArray
-from keepstep.checkpoint.convert.read.contents import Contents, mapping_of
+from keepstep.checkpoint.convert.read.contents import MASTER_SLOT, Contents, mapping_of
 from keepstep.checkpoint.convert.read.converted_arrays import ConvertedArray
 from keepstep.checkpoint.convert.read.deepspeed_cuts import UniversalInfo, universal_info
 from keepstep.checkpoint.convert.read.deepspeed_files import (
-    MASTER_SLOT,
     ModelFile,
     Shape,
     add_groups,
@@ -40,9 +39,8 @@ from keepstep.checkpoint.convert.read.pieces import whole
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
 from keepstep.checkpoint.convert.rules.rank_shards import RankRules
-from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
-from keepstep.checkpoint.format.layout.documents import MASTERS, TIED
+from keepstep.checkpoint.format.layout.documents import TIED
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 
 _SLOT = re.compile(r"zero/(.+)/([^/]+)\.pt")
@@ -93,7 +91,6 @@ def read_deepspeed_universal(
     optimizer = _optimizer(files)
     steps = _steps(optimizer, model)
     modules = [row[0] for row in models]
-    masters: dict[str, Json] = {}
     for parameter, shapes in shapes_by_rank.items():
         if _MASTER not in slots.get(parameter, {}):
             # Says that it is missing.
@@ -101,7 +98,7 @@ def read_deepspeed_universal(
         for slot, name in slots[parameter].items():
             value = _tensor(files.file(name).whole, parameter, shapes, info)
             if slot == _MASTER and isinstance(value, FileArray):
-                _add_master(contents, masters, modules, parameter, value)
+                _add_master(contents, modules, parameter, value)
             else:
                 contents.add_slot(parameter, slot, value)
         if "step" not in slots[parameter] and parameter in steps:
@@ -118,8 +115,6 @@ def read_deepspeed_universal(
                     f"model/{name}", "ds_to_universal does not copy the layers' files of a pipeline"
                 )
     _leave_out_others(contents, files, models, slots, shapes_by_rank.keys())
-    if masters:
-        contents.add_document(MASTERS, masters)
     _add_groups(contents, optimizer, modules[::ranks], f"{files.url}/{_OPTIMIZER}")
     settings = {name: value for name, value in optimizer.items() if name not in _STRUCTURE}
     for name, first in untrained.documents.get(TIED, {}).items():
@@ -218,7 +213,6 @@ def _names_of_groups(stages: Sequence[ModelFile]) -> list[list[str]] | None:
 
 def _add_master(
     contents: Contents,
-    masters: dict[str, Json],
     modules: Sequence[ModelFile],
     parameter: str,
     master: FileArray,
@@ -234,7 +228,7 @@ def _add_master(
     else:
         contents.add(f"model/{parameter}", whole(ConvertedArray(master, dtype)))
     contents.add_slot(parameter, MASTER_SLOT, master)
-    masters[f"model/{parameter}"] = {"slot": MASTER_SLOT, "dtype": master.dtype}
+    contents.note_master(parameter)
 
 
 def _trained_dtype(model: ModelFile) -> str:

@@ -24,11 +24,10 @@ from dataclasses import replace
 from typing import Any
 
 from keepstep.checkpoint.convert.read.arrays import FileArray
-from keepstep.checkpoint.convert.read.contents import Contents, mapping_of
+from keepstep.checkpoint.convert.read.contents import MASTER_SLOT, Contents, mapping_of
 from keepstep.checkpoint.convert.read.converted_arrays import ConvertedArray
 from keepstep.checkpoint.convert.read.deepspeed_cuts import INFO
 from keepstep.checkpoint.convert.read.deepspeed_files import (
-    MASTER_SLOT,
     ModelFile,
     OptimizerFile,
     Shape,
@@ -42,9 +41,7 @@ from keepstep.checkpoint.convert.read.pickled_values import Record
 from keepstep.checkpoint.convert.read.pieces import Piece, assembled, pieces_of_range
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
 from keepstep.checkpoint.errors import FormatUnsupported
-from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
-from keepstep.checkpoint.format.layout.documents import MASTERS
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
 from keepstep.checkpoint.format.layout.source import TensorSpec
@@ -157,13 +154,12 @@ def _add_optimizer(
     contents: Contents, model: ModelFile, optimizers: Sequence[OptimizerFile], stage: int
 ) -> None:
     """Add the trained parameters' masters and slots, and the groups."""
-    masters: dict[str, Json] = {}
     states = [_states(optimizer) for optimizer in optimizers]
     for number, shapes in enumerate(model.groups):
         whole = [_master(optimizer, number) for optimizer in optimizers]
         cut = _parts if stage == 3 else _slices
         for name, slices in cut(number, shapes, whole, whole, optimizers).items():
-            _add_master(contents, masters, model, name, shapes[name], slices, stage)
+            _add_master(contents, model, name, shapes[name], slices, stage)
         for slot in states[0].get(number, {}):
             values = [state.get(number, {}).get(slot) for state in states]
             if not (isinstance(values[0], FileArray) and values[0].shape):
@@ -176,15 +172,12 @@ def _add_optimizer(
             ]
             for name, slices in cut(number, shapes, flat, whole, optimizers).items():
                 _add(contents, f"optim/{name}/{slot}", shapes[name], slices)
-    if masters:
-        contents.add_document(MASTERS, masters)
     groups = mapping_of(optimizers[0].state.get(_STATE[stage == 3])).get("param_groups")
     add_groups(contents, groups, [list(group) for group in model.groups], optimizers[0].location)
 
 
 def _add_master(
     contents: Contents,
-    masters: dict[str, Json],
     model: ModelFile,
     name: str,
     shape: Shape,
@@ -202,7 +195,7 @@ def _add_master(
         raise damaged(model.location, f"it has no {name}, which was trained")
     if is_narrower:
         _add(contents, f"optim/{name}/{MASTER_SLOT}", shape, slices)
-        masters[f"model/{name}"] = {"slot": MASTER_SLOT, "dtype": stored}
+        contents.note_master(name)
 
 
 def _add(

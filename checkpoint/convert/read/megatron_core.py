@@ -15,10 +15,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keepstep.checkpoint.convert.read.contents import Contents, mapping_of, step_of
+from keepstep.checkpoint.convert.read.contents import MASTER_SLOT, Contents, mapping_of, step_of
 from keepstep.checkpoint.convert.read.dcp_entries import tensor_of_chunks
 from keepstep.checkpoint.convert.read.dcp_metadata import METADATA, Metadata, read_metadata
-from keepstep.checkpoint.convert.read.deepspeed_files import MASTER_SLOT
 from keepstep.checkpoint.convert.read.files import ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.megatron_buffers import (
@@ -37,9 +36,7 @@ from keepstep.checkpoint.convert.read.megatron_stacks import cut, module_name, p
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
 from keepstep.checkpoint.errors import FormatUnsupported
-from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
-from keepstep.checkpoint.format.layout.documents import MASTERS
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
@@ -119,7 +116,6 @@ class _Reading:
         self._location = location
         self._has_fused_norms = arguments.get("transformer_impl") != "local"
         self._live_names: dict[str, str] = {}
-        self._masters: dict[str, Json] = {}
         self._has_equal_masters = False
         self._slotted: set[str] = set()
         self._cut_tensors = 0
@@ -183,8 +179,6 @@ class _Reading:
             )
             for (name, slot), tensor in tensors.items():
                 self._add_slot(name, slot, tensor)
-        if self._masters:
-            self._contents.add_document(MASTERS, self._masters)
         if self._has_equal_masters:
             self._contents.leave_out(
                 "optimizer.state.param", "the parameters in it are the model's, of one data type"
@@ -211,7 +205,7 @@ class _Reading:
             # keepstep writes it under both names, of the same bytes.
             return
         self._contents.add(f"optim/{name}/{MASTER_SLOT}", tensor)
-        self._masters[f"model/{name}"] = {"slot": MASTER_SLOT, "dtype": tensor.spec.dtype}
+        self._contents.note_master(name)
 
     def _cut(self, key: str, tensor: ForeignTensor) -> Iterator[tuple[str, ForeignTensor]]:
         placed = tuple(placed_in(key, tensor.spec.shape, self._location))

@@ -11,7 +11,6 @@ from typing import Any
 
 from keepstep.checkpoint.convert.read.arrays import FileArray
 from keepstep.checkpoint.convert.read.contents import Contents, step_of
-from keepstep.checkpoint.convert.read.deepspeed_files import MASTER_SLOT
 from keepstep.checkpoint.convert.read.files import ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.megatron_rank_files import (
@@ -39,7 +38,6 @@ from keepstep.checkpoint.convert.rules.planning import names_of
 from keepstep.checkpoint.convert.rules.rank_shards import RankRules, join_ranks, megatron_ranks
 from keepstep.checkpoint.errors import FormatUnsupported, RulesInvalid
 from keepstep.checkpoint.format.layout.completeness import OPTIMIZER
-from keepstep.checkpoint.format.layout.documents import MASTERS
 from keepstep.checkpoint.format.layout.source import TensorSpec
 
 _READ_APART = ("args", "optimizer", "checkpoint_version", "rng_state")
@@ -186,16 +184,8 @@ def _joined(stage: Sequence[RankFile], ranks: Sequence[_Arrays]) -> dict[str, Fo
 
 def _add_rest(contents: Contents, first: RankFile, trained: Mapping[str, tuple[int, ...]]) -> None:
     """Add what is no tensor of the model or the optimizer, of the first rank's file."""
-    masters = {
-        f"model/{name}": {
-            "slot": MASTER_SLOT,
-            "dtype": contents.tensors[f"optim/{name}/{MASTER_SLOT}"].spec.dtype,
-        }
-        for name in trained
-        if f"optim/{name}/{MASTER_SLOT}" in contents.tensors
-    }
-    if masters:
-        contents.add_document(MASTERS, masters)
+    for name in trained:
+        contents.note_master(name)
     optimizers = optimizers_in(first.content.get("optimizer"))
     add_groups(contents, optimizers, trained, has_steps=True)
     add_vocabulary(contents, first.arguments)

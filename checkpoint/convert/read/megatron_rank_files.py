@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepstep.checkpoint.convert.read.arrays import FileArray
-from keepstep.checkpoint.convert.read.contents import mapping_of
-from keepstep.checkpoint.convert.read.deepspeed_files import MASTER_SLOT
+from keepstep.checkpoint.convert.read.contents import MASTER_SLOT, mapping_of
 from keepstep.checkpoint.convert.read.files import ForeignFiles, damaged
 from keepstep.checkpoint.convert.read.megatron_settings import (
     OUTPUT_LAYER,

@@ -12,7 +12,7 @@ from enum import StrEnum
 from keepstep.checkpoint.convert.read.deepspeed_files import DEEPSPEED
 from keepstep.checkpoint.convert.read.files import ForeignFiles
 from keepstep.checkpoint.convert.read.opening import files_of
-from keepstep.checkpoint.convert.write.opened import Opened
+from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.parallel import Start, run_in_processes
 from keepstep.checkpoint.convert.write.pieces_of_files import Piece
 from keepstep.checkpoint.convert.write.planned_folder import (
@@ -118,7 +118,7 @@ def target_at(url: str) -> Target:
 
 
 def convert(
-    opened: Opened,
+    opened: Checkpoint,
     origin: str,
     url: str,
     target: Target,
@@ -220,7 +220,7 @@ def _files_of_folder(
 
 
 def _write_universal(
-    opened: Opened,
+    opened: Checkpoint,
     origin: str,
     chosen: Selection,
     url: str,
@@ -272,7 +272,7 @@ def _copied_files(request: ConversionRequest | None) -> list[tuple[str, ForeignF
 
 
 def left_out_of(
-    opened: Opened, chosen: Selection, target: Target, request: ConversionRequest | None = None
+    opened: Checkpoint, chosen: Selection, target: Target, request: ConversionRequest | None = None
 ) -> list[str]:
     """Return what of a checkpoint is read by no reader, not selected, or not in the format.
 

@@ -24,7 +24,7 @@ _MODEL = "model/"
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Checkpoint:
     """A checkpoint of any format that is read.
 
     Attributes:
@@ -79,7 +79,7 @@ def open_location(
     location: Location,
     parameter_names: Sequence[str] | None = None,
     rank_rules: RankRules | None = None,
-) -> Opened:
+) -> Checkpoint:
     """Open a checkpoint that was located.
 
     Args:
@@ -96,12 +96,12 @@ def open_location(
     if location.format == Format.UNIVERSAL:
         storage = open_storage(location.url)
         own = StoredCheckpoint.open(storage, location.step, location.generation)
-        return Opened(own, "keepstep")
+        return Checkpoint(own, "keepstep")
     foreign = open_located(location, parameter_names, rank_rules)
-    return Opened(foreign, foreign.format_name, foreign.left_out)
+    return Checkpoint(foreign, foreign.format_name, foreign.left_out)
 
 
-def without_wrapper_names(opened: Opened) -> Opened:
+def without_wrapper_names(opened: Checkpoint) -> Checkpoint:
     """Return a checkpoint whose tensors have no names of modules that only wrap another one.
 
     `_orig_mod`, `_fsdp_wrapped_module` and `_checkpoint_wrapped_module` are wrappers' wherever they

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from keepstep.checkpoint.convert.read.megatron_settings import MEGATRON
 from keepstep.checkpoint.convert.write.opened import (
-    Opened,
+    Checkpoint,
     open_location,
     without_wrapper_names,
 )
@@ -44,7 +44,7 @@ class ConversionRequest:
     only_model: bool = False
     model_dtype: str | None = None
 
-    def open(self) -> Opened:
+    def open(self) -> Checkpoint:
         """Open the checkpoint, in the spelling that was asked for.
 
         Raises:
@@ -55,7 +55,7 @@ class ConversionRequest:
             return opened
         return apply_naming_rules(opened, self.rules, configuration(opened, self.config))
 
-    def open_before_rules(self) -> Opened:
+    def open_before_rules(self) -> Checkpoint:
         """Open the checkpoint under the names that rules are given.
 
         Raises:
@@ -66,7 +66,7 @@ class ConversionRequest:
         opened = open_location(self.location, self.parameter_names, of_ranks)
         return opened if self.keeps_wrappers else without_wrapper_names(opened)
 
-    def select(self, opened: Opened) -> Selection:
+    def select(self, opened: Checkpoint) -> Selection:
         """Return what of the opened checkpoint is written.
 
         Raises:
@@ -81,7 +81,7 @@ class ConversionRequest:
         return [self.parameter_names, self.keeps_wrappers, self.rules, self.config]
 
 
-def configuration(opened: Opened, given: Mapping[str, Json] | None) -> Mapping[str, Json]:
+def configuration(opened: Checkpoint, given: Mapping[str, Json] | None) -> Mapping[str, Json]:
     """Return the model's configuration: what is given, else the checkpoint's; empty without.
 
     What only Megatron's checkpoints say, such as to how much the vocabulary is padded, is added.

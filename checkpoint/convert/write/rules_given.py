@@ -13,14 +13,14 @@ from keepstep.checkpoint.convert.rules.presets import preset
 from keepstep.checkpoint.convert.rules.rank_shards import RankRules
 from keepstep.checkpoint.convert.rules.rule import RuleSet
 from keepstep.checkpoint.convert.rules.rule_file import parse_rules
-from keepstep.checkpoint.convert.write.opened import Opened
+from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.renaming import Planner, aliases_of, renamed_source
 from keepstep.checkpoint.errors import CheckpointMissing, RulesInvalid
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.source import Source, TensorSpec
 
 
-def apply_naming_rules(opened: Opened, given: str, config: Mapping[str, Json]) -> Opened:
+def apply_naming_rules(opened: Checkpoint, given: str, config: Mapping[str, Json]) -> Checkpoint:
     """Return an opened checkpoint in the spelling that rules lead to.
 
     Args:

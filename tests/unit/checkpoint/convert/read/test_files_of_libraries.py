@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.convert.write.opened import Opened
+from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
@@ -44,7 +44,7 @@ def expected_of(path: Path) -> dict[str, Any]:
     return expected
 
 
-def assert_holds(opened: Opened, expected: Mapping[str, torch.Tensor]) -> None:
+def assert_holds(opened: Checkpoint, expected: Mapping[str, torch.Tensor]) -> None:
     """Check that the model and the optimizer are these, bit for bit."""
     source = opened.source
     trained = {key for key in source.tensors if key.startswith(("model/", "optim/"))}

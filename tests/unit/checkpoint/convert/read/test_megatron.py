@@ -31,7 +31,7 @@ from keepstep.checkpoint.convert.read.opening import locate_foreign
 from keepstep.checkpoint.convert.read.pieces import whole
 from keepstep.checkpoint.convert.write.conversion import Target, convert
 from keepstep.checkpoint.convert.write.megatron_target import megatron_left_out
-from keepstep.checkpoint.convert.write.opened import Opened
+from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.rules_given import apply_naming_rules
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.verification import verify_foreign
@@ -176,7 +176,7 @@ def test_verification_finds_a_changed_bit(tmp_path: Path) -> None:
 
 def written(source: ForeignCheckpoint, directory: Path) -> ForeignCheckpoint:
     """Write a checkpoint for Megatron, and open it."""
-    opened = Opened(source, source.format_name, source.left_out)
+    opened = Checkpoint(source, source.format_name, source.left_out)
     chosen = Selection(whole=source, only_model=False, model_dtype=None)
     url = str(directory)
     convert(opened, "x", url, Target.MEGATRON_CORE, chosen, memory_nbytes=2**24)
@@ -244,7 +244,7 @@ def test_masters_are_written_for_megatron_however_wide_the_model_is(tmp_path: Pa
     source = contents.checkpoint(3)
     url = str(tmp_path)
     chosen = Selection(whole=source, model_dtype="float32")
-    opened = Opened(source, "memory")
+    opened = Checkpoint(source, "memory")
     done = convert(opened, "x", url, Target.MEGATRON_CORE, chosen, memory_nbytes=2**24)
     assert not [line for line in done.left_out if "master" in line]
     metadata = read_metadata(open_files(f"{url}/iter_0000003"))
@@ -312,7 +312,7 @@ def test_preset_reads_megatron_and_leads_back_to_it(unpacked: Unpacked) -> None:
     source = unpacked.source("core_bf16_full")
     expected = expected_of(unpacked["core_bf16_full"])
     config = dict(source.documents["megatron"]["model"])
-    opened = apply_naming_rules(Opened(source, ""), "llama:megatron:hf", config)
+    opened = apply_naming_rules(Checkpoint(source, ""), "llama:megatron:hf", config)
     qkv = expected["model/decoder.layers.1.self_attention.linear_qkv.weight"]
     groups = qkv.view(2, 16, 8)
     q = groups[:, :8].reshape(16, 8)
@@ -346,12 +346,12 @@ def test_preset_reads_experts(unpacked: Unpacked) -> None:
     source = unpacked.source("core_moe_ep2")
     expected = expected_of(unpacked["core_moe_ep2"])
     config = dict(source.documents["megatron"]["model"])
-    opened = apply_naming_rules(Opened(source, ""), "mixtral:megatron:hf", config)
+    opened = apply_naming_rules(Checkpoint(source, ""), "mixtral:megatron:hf", config)
     gate = expected["model/decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"][:12]
     assert_same_in(opened, "model/model.layers.1.block_sparse_moe.experts.3.w1.weight", gate)
 
 
-def assert_same_in(opened: Opened, key: str, expected: torch.Tensor) -> None:
+def assert_same_in(opened: Checkpoint, key: str, expected: torch.Tensor) -> None:
     assert_same(opened.source, key, expected)  # type: ignore[arg-type]
 
 

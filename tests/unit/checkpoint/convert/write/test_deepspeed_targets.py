@@ -16,7 +16,7 @@ from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.pickled_values import Record
 from keepstep.checkpoint.convert.read.torch_file import read_torch_file
 from keepstep.checkpoint.convert.write.conversion import Target, convert
-from keepstep.checkpoint.convert.write.opened import Opened
+from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import LayoutMismatch
@@ -26,7 +26,7 @@ from tests.unit.checkpoint.convert.write.sources import bytes_of, checkpoint_of
 FIXTURES = Path(__file__).parents[4] / "foreign_fixtures" / "deepspeed"
 
 
-def write(opened: Opened, url: Path, to: Target, zero: ZeroLayout | None = None) -> None:
+def write(opened: Checkpoint, url: Path, to: Target, zero: ZeroLayout | None = None) -> None:
     chosen = Selection(whole=opened.source)
     convert(opened, "here", str(url), to, chosen, memory_nbytes=2**20, zero=zero)
 
@@ -161,7 +161,7 @@ def test_files_of_ranks_are_those_of_deepspeed(
 
 def test_rounding_the_model_leaves_the_optimizers_parameters_as_they_were(tmp_path: Path) -> None:
     source = checkpoint_of(is_tied=True)
-    opened = Opened(source, "memory")
+    opened = Checkpoint(source, "memory")
     chosen = Selection(whole=source, model_dtype="bfloat16")
     zero = ZeroLayout(2, 2)
     convert(opened, "", str(tmp_path), Target.DEEPSPEED, chosen, memory_nbytes=2**20, zero=zero)
@@ -182,7 +182,7 @@ def test_masters_stay_the_optimizers_parameters_where_the_model_is_as_wide(
 ) -> None:
     source = checkpoint_of(is_tied=True, dtype="bfloat16")
     chosen = Selection(whole=source, model_dtype="float32")
-    opened = Opened(source, "memory")
+    opened = Checkpoint(source, "memory")
     done = convert(opened, "", str(tmp_path), target, chosen, memory_nbytes=2**20, zero=zero)
     assert done.left_out == ()
     masters = bytes_of(source, "optim/odd.weight/master_param")
@@ -208,7 +208,7 @@ def test_several_flat_tensors_of_a_group_follow_the_configured_size(tmp_path: Pa
     source = checkpoint_of(is_tied=True)
     config = {"ds_config": {"zero_optimization": {"sub_group_size": 40}}}
     source = replace(source, documents={**source.documents, "deepspeed": config})
-    write(Opened(source, "memory"), tmp_path, Target.DEEPSPEED, ZeroLayout(3, 2))
+    write(Checkpoint(source, "memory"), tmp_path, Target.DEEPSPEED, ZeroLayout(3, 2))
     model = files_in(tmp_path)["global_step3/zero_pp_rank_1_mp_rank_00_model_states.pt"]
     assert [list(group) for group in model["param_shapes"]] == [
         ["norm.weight", "bias", "scale"],
@@ -236,7 +236,10 @@ def test_buffers_are_whole_in_stage_3_and_frozen_parameters_are_cut(
     source = checkpoint_of(is_tied=True)
     tensors = {k: t for k, t in source.foreign_tensors.items() if k != "model/none"}
     write(
-        Opened(replace(source, foreign_tensors=tensors), "memory"), tmp_path, Target.DEEPSPEED, zero
+        Checkpoint(replace(source, foreign_tensors=tensors), "memory"),
+        tmp_path,
+        Target.DEEPSPEED,
+        zero,
     )
     model = files_in(tmp_path)["global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"]
     assert set(model["buffer_names"]) == expected
@@ -246,9 +249,9 @@ def test_buffers_are_whole_in_stage_3_and_frozen_parameters_are_cut(
     assert model["frozen_param_fragments"].keys() == untrained - expected
 
 
-def changed(source: ForeignCheckpoint, *, without_key: str = "", **documents: Any) -> Opened:
+def changed(source: ForeignCheckpoint, *, without_key: str = "", **documents: Any) -> Checkpoint:
     tensors = {k: v for k, v in source.foreign_tensors.items() if k != without_key}
-    return Opened(
+    return Checkpoint(
         replace(source, foreign_tensors=tensors, documents={**source.documents, **documents}),
         "memory",
     )
@@ -272,7 +275,7 @@ NARROW = checkpoint_of(is_tied=True, dtype="bfloat16")
     ],
 )
 def test_state_that_is_not_for_zero_is_refused(
-    tmp_path: Path, opened: Opened, message: str
+    tmp_path: Path, opened: Checkpoint, message: str
 ) -> None:
     with pytest.raises(LayoutMismatch, match=message):
         write(opened, tmp_path / "to", Target.DEEPSPEED, ZeroLayout(2, 2))
@@ -281,7 +284,7 @@ def test_state_that_is_not_for_zero_is_refused(
 
 def test_stage_and_ranks_have_to_be_given(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match="give --zero-stage and --ranks"):
-        write(Opened(ADAM, "memory"), tmp_path, Target.DEEPSPEED, ZeroLayout(stage=2))
+        write(Checkpoint(ADAM, "memory"), tmp_path, Target.DEEPSPEED, ZeroLayout(stage=2))
     for stage, ranks in ((4, 1), (1, 0)):
         with pytest.raises(LayoutMismatch):
             ZeroLayout(stage, ranks)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint.convert.write.conversion import Converted, Target, convert
-from keepstep.checkpoint.convert.write.opened import Opened
+from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.selection import Selection
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.format.layout.source import Source
@@ -42,7 +42,9 @@ MODELS = (Target.SAFETENSORS, Target.HUGGING_FACE)
 ENDINGS = {Target.TORCH_SAVE: ".pt", Target.SAFETENSORS: ".safetensors"}
 
 
-def converted(opened: Opened, url: Path, to: Target, zero: ZeroLayout | None = None) -> Converted:
+def converted(
+    opened: Checkpoint, url: Path, to: Target, zero: ZeroLayout | None = None
+) -> Converted:
     chosen = Selection(whole=opened.source, only_model=to in MODELS)
     return convert(opened, "here", str(url), to, chosen, memory_nbytes=2**28, zero=zero)
 
@@ -52,7 +54,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the sources in keepstep's format."""
     root = tmp_path_factory.mktemp("stored")
     for case, source in SOURCES.items():
-        converted(Opened(source, "memory"), root / case, Target.UNIVERSAL)
+        converted(Checkpoint(source, "memory"), root / case, Target.UNIVERSAL)
     return {case: root / case for case in SOURCES}
 
 
@@ -88,7 +90,7 @@ def test_masters_of_a_model_that_is_as_wide_now_are_slots(tmp_path: Path, target
     names = sorted(whole.documents["masters"])
     chosen = Selection(whole=whole, model_dtype="float32")
     there = tmp_path / f"there{ENDINGS.get(target, '')}"
-    opened = Opened(whole, "memory")
+    opened = Checkpoint(whole, "memory")
     done = convert(opened, "here", str(there), target, chosen, memory_nbytes=2**28)
     assert [line.partition(":")[0] for line in done.left_out] == [f"masters/{n}" for n in names]
     assert done.left_out[0].endswith("float32 now, which is as wide as its master_param; that "
