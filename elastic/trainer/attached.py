@@ -112,13 +112,17 @@ class Attached:
         """Number of optimizer steps completed since training began."""
         return self._position.step
 
-    def restore(self) -> int:
+    def restore(self, step: int = 0) -> int:
         """Fill the objects with the job's newest state, and return its number of steps.
 
         From memory, else from storage, else from `start_from`; else they stay as they are, and the
-        result is 0. Generators of random numbers are restored, too: here, and again by the model's
-        first forward pass in training mode, so that what a loop draws to find its place in the data
-        changes nothing. All ranks call it once, before the loop.
+        result is `step`. Generators of random numbers are restored, too: here, and again by the
+        model's first forward pass in training mode, so that what a loop draws to find its place in
+        the data changes nothing. All ranks call it once, before the loop.
+
+        Args:
+            step: steps that the objects have behind them as they are, such as those of a checkpoint
+                that the script has loaded itself.
 
         Raises:
             UsageError: it was called before.
@@ -134,8 +138,10 @@ class Attached:
             seed=self._seed,
             ranks=self._ranks,
         ).resume()
-        generation, step = self._assignment.generation, resumed.position.step
         self._position, self.source = resumed.position, resumed.source
+        if resumed.begins and not self.steps:
+            self._position = Position(step)
+        generation, step = self._assignment.generation, self.steps
         if not resumed.begins:
             self._generators = random.getstate(), self._training.generators()
         if resumed.loaded is not None:

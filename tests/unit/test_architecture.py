@@ -22,7 +22,7 @@ import keepstep
 from keepstep import checkpoint, monitor
 
 ROOT = Path(keepstep.__file__).parent
-PACKAGES = ("checkpoint", "elastic", "monitor", "transport")
+PACKAGES = ("checkpoint", "elastic", "integrations", "monitor", "transport")
 
 ROOMS: Mapping[str, frozenset[str]] = {
     room: frozenset(allowed.split())
@@ -184,6 +184,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic": "",
         # The front of it all.
         "autoload": "monitor.telemetry",
+        "integrations": "elastic.data elastic.errors elastic.trainer",
         "__main__": "elastic.cli",
         "": ("checkpoint elastic.data elastic.errors elastic.trainer monitor"),
     }.items()

@@ -1,0 +1,79 @@
+"""Claims about Hugging Face's Trainer under keepstep: processes and nodes are lost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.elastic.errors import UsageError
+from tests.integration.frameworks.framework_jobs import check, run_and_kill, run_undisturbed
+
+transformers = pytest.importorskip("transformers")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SCRIPT = "hugging_face_trainer.py"
+OPTIONS = {"epochs": 10, "dropout": 0.0}
+
+
+def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(tmp_path: Path) -> None:
+    """So does its learning rate, and its logs have each step once."""
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **OPTIONS)
+    disturbed = run_and_kill(SCRIPT, tmp_path / "disturbed", **OPTIONS)
+    check(disturbed, undisturbed)
+    for step, ranks in disturbed.items():
+        for line in ranks.values():
+            assert line["rate"] == undisturbed[step][0]["rate"]
+            assert line["logged"] == list(range(1, step + 1))
+
+
+def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
+    """The model drops activations at random; the first job ends after half of the epochs."""
+    options = {"epochs": 4, "dropout": 0.1}
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **options)
+    checkpoint = str(tmp_path / "checkpoint")
+    first = tmp_path / "first"
+    # The schedule of learning rates is that of all epochs.
+    halved = run_undisturbed(SCRIPT, first, **options, stop_at=8, checkpoint=checkpoint)
+    assert max(halved) == 8
+    resumed = run_undisturbed(SCRIPT, tmp_path / "resumed", **options, checkpoint=checkpoint)
+    assert min(resumed) == 9
+    for step, ranks in resumed.items():
+        for rank, line in ranks.items():
+            assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
+
+
+def test_page_shows_lines_that_the_tested_script_has() -> None:
+    page = (ROOT / "docs/integrations.md").read_text()
+    script = (HERE / SCRIPT).read_text()
+    assert "from keepstep.integrations.transformers import KeepstepMixin" in page
+    for line in ("class ProtectedTrainer(KeepstepMixin, Trainer):", "    global_batch = "):
+        assert line in page
+        assert line in script
+
+
+def test_what_has_no_position_or_another_order_is_refused(tmp_path: Path) -> None:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from keepstep.integrations.transformers import KeepstepMixin
+
+    class Protected(KeepstepMixin, Trainer):
+        pass
+
+    class Endless(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="an IterableDataset has no position"):
+        Protected(model=model, args=arguments, train_dataset=Endless()).train()
+    arguments.train_sampling_strategy = "group_by_length"
+    with pytest.raises(UsageError, match="leave it at 'random'"):
+        Protected(model=model, args=arguments, train_dataset=[1, 2]).train()
+    arguments.train_sampling_strategy = "random"
+    Protected.global_batch = 7
+    arguments.gradient_accumulation_steps = 2
+    with pytest.raises(UsageError, match="global_batch=7 is no multiple of"):
+        Protected(model=model, args=arguments, train_dataset=[1, 2]).train()
