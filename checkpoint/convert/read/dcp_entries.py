@@ -1,6 +1,6 @@
 """Opens entries of DCP's files when they are read: chunks of tensors, and other values.
 
-A checkpoint has an entry per chunk, tens of thousands of them, of which each rank needs its own. To
+A checkpoint has an entry per chunk, tens of thousands of them, and each rank needs its own. To
 open one takes a few reads, so a chunk's is opened by the first read of it.
 """
 

@@ -73,7 +73,7 @@ class UniversalInfo:
 
     @property
     def vocabulary_size(self) -> int | None:
-        """The number of words, of which embeddings may have more rows."""
+        """The number of words; embeddings may have more rows."""
         size = self.content.get("original_vocab_size")
         return size if type(size) is int and size > 0 else None
 

@@ -91,7 +91,7 @@ class OptimizerFile:
 def model_files(files: ForeignFiles) -> list[list[ModelFile]]:
     """Return what the modules' files have, by model rank: of each one, or in stage 3 of each rank.
 
-    Of a pipeline they have no module.
+    Files of a pipeline have no module.
 
     Raises:
         CheckpointMissing: one of the files is not there.

@@ -299,7 +299,7 @@ def _round_means(
     merges: Mapping[str, ShardMerge],
     checkpoints: Sequence[ForeignCheckpoint],
 ) -> None:
-    """Make parameters of which masters are averaged the rounded means of these."""
+    """Make parameters with averaged masters the rounded means of these."""
     for key, merge in merges.items():
         name = key.removeprefix(MODEL_PREFIX)
         master = f"{OPTIMIZER_PREFIX}{name}/{MASTER_SLOT}"
@@ -313,7 +313,7 @@ def _round_means(
 def _not_said(
     model_ranks: Sequence[ModelRank], specs: Sequence[Mapping[str, TensorSpec]]
 ) -> FormatUnsupported:
-    """Return the error for ranks of tensor parallelism of which nothing says what they have."""
+    """Return the error for tensor-parallel ranks whose parts nothing describes."""
     names = sorted(keys_by_name(specs[0]))
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return FormatUnsupported(

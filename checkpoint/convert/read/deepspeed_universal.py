@@ -1,8 +1,8 @@
 """Reads universal checkpoints of DeepSpeed (`ds_to_universal`): a folder per parameter.
 
 `zero/<name>/fp32.pt` has a parameter as the optimizer has it, the other files the moments: a
-mapping with the tensor as `param`, or of stage 3 the flattened tensor alone. What ranks of tensor
-parallelism and stages of a pipeline had is put together there, an embedding without the rows that
+mapping with the tensor as `param`, or of stage 3 the flattened tensor alone. The tool has
+joined the parts of tensor-parallel ranks and of pipeline stages; an embedding lacks the rows that
 pad the vocabulary. The modules' files are as they were, so what has fewer bits there is in its own
 data type; a pipeline's files of layers are not there.
 """

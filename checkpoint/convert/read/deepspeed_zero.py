@@ -5,10 +5,10 @@ It joins the ranks of data parallelism; `checkpoint.convert.read.deepspeed_ranks
 The optimizer works on one flat buffer for each group of parameters, in the order of the groups.
 
 Stages 1 and 2 cut each buffer into one partition per rank, wherever that falls. Each rank's file
-says where its partition has elements of which parameter (`param_slice_mappings`). The last
+says which parameter's elements its partition has where (`param_slice_mappings`). The last
 partition is padded: its moments are stored with the padding, its parameters without.
 
-Stage 3 cuts each parameter by itself into one part per rank, of which the last ones are padded. No
+Stage 3 cuts each parameter by itself into one part per rank; the last ones are padded. No
 file says where parts are: they lie in the order of `param_shapes`, one after the other. Small
 sub-groups make several buffers of a group. The module's own parameters are not in the files where
 they have fewer bits: they are the optimizer's, rounded.
@@ -118,7 +118,7 @@ def add_module(contents: Contents, model: ModelFile, partitioned: Mapping[str, S
     """Add the module's tensors that are whole in its file.
 
     Args:
-        partitioned: the parameters of which the file has no elements.
+        partitioned: the parameters without elements in the file.
     """
     for name, value in model.module.items():
         if name in model.shared or name in partitioned or f"model/{name}" in contents.tensors:
@@ -363,12 +363,12 @@ def _stage(optimizer: OptimizerFile) -> int:
 
 
 def names_of_slices(optimizers: Sequence[OptimizerFile]) -> dict[str, None]:
-    """Return the names of the parameters of which ranks have slices; their shapes are not there."""
+    """Return the names of the parameters that ranks have slices of; their shapes are unknown."""
     return {name: None for group in _sliced_groups(optimizers) for name in group}
 
 
 def _sliced_groups(optimizers: Sequence[OptimizerFile]) -> list[dict[str, str]]:
-    """Return the parameters of which ranks have slices, by groups, with a file that says so."""
+    """Return the parameters that ranks have slices of, by groups, with a file that says so."""
     groups: list[dict[str, str]] = []
     for optimizer in optimizers:
         mappings = optimizer.state.get("param_slice_mappings")

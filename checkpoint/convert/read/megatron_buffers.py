@@ -4,7 +4,7 @@ Each rank of model parallelism has the parameters of its pipeline stage, the las
 one after the other in buckets. The files do not say where a parameter begins. So the places follow
 from the order in which Megatron's modules make their parameters, and are then shown to be right:
 sizes add up, every parameter begins where a stored chunk does, and the first elements of each
-are, rounded, those of the model. What cannot be shown is left out; what is shown to be wrong is
+are, rounded, those of the model. Tensors that cannot be proved are left out; wrong ones are
 refused.
 """
 
@@ -49,7 +49,7 @@ MASTER = "param"
 """The slot of a bucket that has the parameters themselves."""
 
 _ALIGNMENT = 64
-"""Elements to a multiple of which each parameter begins in a bucket."""
+"""Each parameter begins at a multiple of this number of elements in a bucket."""
 
 _COMPARED = 16
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

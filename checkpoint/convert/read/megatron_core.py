@@ -185,7 +185,7 @@ class _Reading:
             )
 
     def trained(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the parameters of which the optimizer has a state."""
+        """Return names and shapes of the parameters that the optimizer has a state for."""
         return {
             name: tensor.spec.shape
             for key, tensor in self._contents.tensors.items()

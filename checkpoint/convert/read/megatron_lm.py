@@ -1,6 +1,6 @@
 """Reads folders of Megatron-LM with a file for each rank of tensor and pipeline parallelism.
 
-What the ranks of a stage hold is joined by rules (`checkpoint.convert.rules.rank_shards`); the
+Rules join the tensors of a stage's ranks (`checkpoint.convert.rules.rank_shards`); the
 layers of the stages follow each other.
 """
 

@@ -189,7 +189,7 @@ def _names_in_order(
     """Return the model's names for one group of all parameters, if shapes prove the order.
 
     They do if each parameter that has state has one slot of its shape, and no other parameter has
-    this shape. What has no state may be any of the group.
+    this shape. A parameter without state may be any of the group.
     """
     parameters: list[tuple[str, TensorSpec]] = [
         (key.removeprefix("model/"), tensor.spec)

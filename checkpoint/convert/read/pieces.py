@@ -80,7 +80,7 @@ def first_of_each_box(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def pieces_of_range(shape: Sequence[int], start: int, elements: FileArray) -> tuple[Piece, ...]:
-    """Return the pieces of a tensor of which a one-dimensional array has consecutive elements.
+    """Return the pieces of a tensor that a one-dimensional array has as consecutive elements.
 
     So FSDP1 and ZeRO keep parameters: flattened, and cut without regard to rows.
 
@@ -90,7 +90,7 @@ def pieces_of_range(shape: Sequence[int], start: int, elements: FileArray) -> tu
         elements: the elements; those behind the tensor's end are padding, cut off by the caller.
 
     Raises:
-        ValueError: the tensor does not have so many elements.
+        ValueError: the tensor has fewer elements.
     """
     pieces = []
     position = 0

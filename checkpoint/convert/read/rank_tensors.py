@@ -66,8 +66,8 @@ def array_of_box(key: str, tensor: ForeignTensor, box: Box) -> Array:
 def compared(key: str, copies: Sequence[Array]) -> ComputedArray:
     """Return elements that several files have, and that have to be the same in all of them.
 
-    What is read of the first is read of the others too, and compared by bits. Reading them raises
-    `CheckpointDamaged` where they differ.
+    Each read reads all of them, compares them by bits, and raises `CheckpointDamaged` where they
+    differ.
     """
     first = copies[0]
     dtype = numpy_dtype(first.dtype)
@@ -117,7 +117,7 @@ def mean(copies: Sequence[Array], rounded_to: str | None = None) -> ComputedArra
 
 
 def blocks(shape: Sequence[int], itemsize: int, most_nbytes: int = READ_NBYTES) -> Iterator[Box]:
-    """Yield blocks that an array is cut into, each of at most so many bytes, or of one element."""
+    """Yield blocks that an array is cut into, each of at most `most_nbytes`, or of one element."""
     pending = [Box.whole(shape)]
     while pending:
         box = pending.pop()

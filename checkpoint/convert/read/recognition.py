@@ -17,7 +17,7 @@ from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.location import Format, Location
 
 Head = Callable[[str, int], tuple[bytes, int]]
-"""Returns up to so many bytes of a file's beginning, and the file's size."""
+"""Returns a file's beginning, of up to a number of bytes, and the file's size."""
 
 
 # The bytes that distinguish files of torch lie here: the pickle comes first in the zip.

@@ -1,7 +1,7 @@
 """Reads files of safetensors: a header of JSON, then the tensors' bytes.
 
 Read by ourselves, for the library reads no ranges of object stores; its format is described at
-https://github.com/huggingface/safetensors. What the library refuses is refused here too.
+https://github.com/huggingface/safetensors. Files that the library refuses are refused here, too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SafetensorsFile:
 
 
 def is_safetensors(head: bytes, nbytes: int) -> bool:
-    """Return whether a file that begins so, and has so many bytes, may be one of safetensors."""
+    """Return whether a file of this beginning and size may be one of safetensors."""
     if len(head) < _LENGTH.size + 1:
         return False
     (header_nbytes,) = _LENGTH.unpack_from(head)

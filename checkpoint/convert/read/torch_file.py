@@ -225,7 +225,7 @@ class _TorchZip:
             self._storages[key] = sized_extent(self._content(f"data/{key}"), kind, count)
         storage = self._storages[key]
         if storage.kind != kind:
-            # The same bytes, of which tensors have different types.
+            # Tensors of different types share these bytes.
             storage = sized_extent(storage.extent, kind, count)
         return storage
 

@@ -81,7 +81,7 @@ class _Entry:
 def _entries(extent: Extent) -> list[_Entry]:
     """Return a zip's entries in the order of their bytes; checksum 0 where there is none.
 
-    What is compressed has the checksum of what it was made from, and PyTorch compresses nothing.
+    PyTorch compresses nothing; a compressed entry has the checksum of its content.
     Entries that share bytes are refused: few bytes would be read once for each entry.
     """
     file = RangedFile(extent)

@@ -1,8 +1,8 @@
 """Loads the rules that come with keepstep: for each family of models, its spellings.
 
-A spelling is what one framework calls and how it lays out a model's tensors. Of every family, the
-hub is what Hugging Face's files hold; the rules of each spelling lead to it, and turned around from
-it. From one spelling to another two steps are planned as one.
+A spelling is how one framework names and lays out a model's tensors. The hub of every family is the
+spelling of Hugging Face's files: the rules of each spelling lead to it, and inverted from it. From
+one spelling to another two steps are planned as one.
 
 | spelling | what it is |
 |---|---|
@@ -40,8 +40,8 @@ class Preset:
     Args:
         family: its name.
         model_types: what Hugging Face's configuration calls the models of the family.
-        spellings: the rules from each spelling to the hub. Of the hub itself they say which names
-            older files have, and what is left out.
+        spellings: the rules from each spelling to the hub. The hub's own rules have the names of
+            older files, and what is left out.
     """
 
     family: str

@@ -59,7 +59,7 @@ class ShardSpec:
         sharding: as copies, as copies that have drifted apart, or as slices of a dimension.
         dim: the dimension that is sliced.
         widths: of a dimension of several parts, such as q, k and v, how many elements of each part
-            each rank has, in each group; empty for one part, of which a rank has all it holds.
+            each rank has, in each group; empty for one part.
         groups: how many times the parts alternate.
     """
 
@@ -91,7 +91,7 @@ def copies(ranks: Iterable[int], shape: Shape, *, is_mean: bool = False) -> Shar
 def slice_of(shape: Shape, dim: int, rank: int, start: int, at: int, count: int) -> RankPart:
     """Return elements of a dimension that are at `start` in a rank's tensor, and `at` in the whole.
 
-    Of `shape` the other dimensions count.
+    `shape` gives the other dimensions.
     """
 
     def box(first: int) -> Box:

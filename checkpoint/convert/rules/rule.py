@@ -302,7 +302,7 @@ class RuleSet:
 
     @property
     def inverted(self) -> RuleSet:
-        """The rules that lead back. What rules left out does not come back."""
+        """The rules that lead back. Tensors that rules left out do not come back."""
         both_ways = [rule for rule in self.rules if rule.drop is None and not rule.is_one_way]
         return replace(self, rules=tuple(rule.inverted for rule in both_ways))
 

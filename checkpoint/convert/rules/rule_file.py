@@ -1,7 +1,7 @@
 """Parses rules from TOML: the text of a file becomes rule sets, or an error that names a line.
 
 Pure. A file has a table `[config]` of variables and, in arrays of tables, the rules of one
-spelling or of several. Of the tensors that `match` names, a rule says:
+spelling or of several. A rule describes the tensors that `match` names:
 
     [[rule]]
     match = "decoder.layers.self_attention.linear_qkv.weight"

@@ -338,7 +338,7 @@ def _aligned_matches(
 
 
 def _cut(digit: _Digit, steps: int, head: int) -> Iterator[tuple[int, tuple[_Digit, ...]]]:
-    """Yield a digit cut into blocks of as many steps, of which there are two or more.
+    """Yield a digit cut into two or more blocks of `steps` steps.
 
     Each item is the steps before it and its digits: the first few steps, which are no block, the
     blocks, and the rest.

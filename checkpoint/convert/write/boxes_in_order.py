@@ -22,7 +22,7 @@ def block_nbytes(memory_nbytes: int) -> int:
 
 
 def boxes_in_order(spec: TensorSpec, most_nbytes: int) -> Iterator[Box]:
-    """Yield boxes that cover a tensor, of at most so many bytes, each a range of it in C order.
+    """Yield boxes that cover a tensor, each a range of it in C order and of at most `most_nbytes`.
 
     A box has one element at least.
     """
@@ -30,7 +30,7 @@ def boxes_in_order(spec: TensorSpec, most_nbytes: int) -> Iterator[Box]:
 
 
 def checksum_of(extent: Extent, most_nbytes: int) -> int:
-    """Return the CRC-32C of a range of a file, read at most so many bytes at a time."""
+    """Return the CRC-32C of a range of a file, reading at most `most_nbytes` at a time."""
     checksum = 0
     memory = np.empty(min(most_nbytes, extent.nbytes), np.uint8).data
     for start in range(0, extent.nbytes, most_nbytes):

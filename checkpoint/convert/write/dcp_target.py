@@ -3,8 +3,8 @@
 `{"model": ..., "optim": {"state": ..., "param_groups": ...}}` by names of parameters is what
 `torch.distributed.checkpoint.state_dict` makes of models and optimizers, such as those of FSDP2,
 so `torch.distributed.checkpoint.load` reads the folder into them on any number of ranks. Other
-tensors and values follow by name. What only keepstep has, such as which slot is a
-parameter's master, is one more value, `keepstep`.
+tensors and values follow by name. The value `keepstep` has the notes that
+only keepstep makes, such as which slot is a parameter's master.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def apart(leaves: Iterable[Leaf], others: Iterable[Leaf]) -> list[Leaf]:
     """Return leaves under names of their own: `NAME (2)` where another is at or within a path.
 
     Args:
-        leaves: the leaves, of which the last have their names for certain.
+        leaves: the leaves; the last ones keep their names for certain.
         others: leaves that are in the state already; no name in the first place is one of theirs.
     """
     roots = {leaf.path[0] for leaf in others}

@@ -43,7 +43,7 @@ from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.integers import ceil_div
 from keepstep.checkpoint.format.layout.source import Source
 
-# Partitions begin at multiples of so many elements: DeepSpeed's nccl_start_alignment_factor.
+# Partitions begin at multiples of this number of elements: DeepSpeed's nccl_start_alignment_factor.
 _ALIGNMENT = 2
 _SUB_GROUP_SIZE = 10**9
 _ADDRESS = ("deepspeed.utils.tensor_fragment", "fragment_address")

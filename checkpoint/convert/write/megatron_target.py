@@ -320,7 +320,7 @@ def _common(source: Source, parts: StateParts, *, are_layers_apart: bool) -> dic
 
 
 def _torch_value(value: Json) -> object:
-    """Return a value of Megatron's arguments, of which JSON has data types as text."""
+    """Return a value of Megatron's arguments; JSON has data types as text."""
     if isinstance(value, str) and value.startswith("torch."):
         named = getattr(torch, value.removeprefix("torch."), None)
         return named if isinstance(named, torch.dtype) else value

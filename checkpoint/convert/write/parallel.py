@@ -74,7 +74,7 @@ def run_in_processes(start: Start, workers: int, report: Report) -> Iterator[Run
         report: called with the bytes of each part that is done.
 
     Raises:
-        CheckpointError: the memory is not enough for so many.
+        CheckpointError: the memory is not enough for all of them.
     """
     check_workers(workers, start.memory_nbytes)
     encoded = pickle.dumps(replace(start, memory_nbytes=start.memory_nbytes // workers))
@@ -118,7 +118,7 @@ def _execute(start: bytes, task: Task, number: int) -> int:
 
 @cache
 def _parts(encoded: bytes) -> UniversalParts:
-    """Return the parts of a conversion, of which a process opens the source once."""
+    """Return the parts of a conversion; a process opens the source once."""
     start: Start = pickle.loads(encoded)
     chosen = start.request.select(start.request.open())
     if seen_in(chosen) != start.seen:

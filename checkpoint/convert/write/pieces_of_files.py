@@ -42,7 +42,7 @@ class Elements:
         return sum(box.size for box in self.boxes) * numpy_dtype(self.dtype).itemsize
 
     def blocks(self, most_nbytes: int) -> Iterator[memoryview]:
-        """Yield the bytes, about so many at a time, in memory that may be used again.
+        """Yield the bytes, about `most_nbytes` at a time, in memory that may be used again.
 
         Raises:
             CheckpointError: they cannot be read, or are damaged.

@@ -107,7 +107,7 @@ class RenamedSource:
     def named_for(self, parameters: Collection[str]) -> RenamedSource:
         """Return the checkpoint with its tensors named as those of a model with these parameters.
 
-        What rules lead to may have names of wrappers, such as `DistributedDataParallel`, as well.
+        The names that rules make may have those of wrappers, such as `DistributedDataParallel`.
         """
         names = StoredNames.of(self.plan.tensors, parameters)
         if not names.keys:
@@ -140,7 +140,7 @@ class RenamedSource:
             self.whole.read(unchanged)
 
     def check_equal(self) -> None:
-        """Compare the tensors of which only the first is read because all have to be equal.
+        """Compare tensors that have to be equal: only the first of them is read otherwise.
 
         Raises:
             CheckpointDamaged: they differ.
@@ -191,7 +191,7 @@ class RenamedSource:
 
 
 def _batches(views: Sequence[View], most: int) -> Iterator[list[View]]:
-    """Yield views whose boxes in their sources have at most so many elements together.
+    """Yield views whose boxes in their sources have at most `most` elements together.
 
     A view whose own box has more is cut; the box around a rotary permutation is far larger than
     what the view has of it.

@@ -84,7 +84,7 @@ class ConversionRequest:
 def configuration(opened: Checkpoint, given: Mapping[str, Json] | None) -> Mapping[str, Json]:
     """Return the model's configuration: what is given, else the checkpoint's; empty without.
 
-    What only Megatron's checkpoints say, such as to how much the vocabulary is padded, is added.
+    Settings that only Megatron's checkpoints have, such as the padded vocabulary, are added.
 
     Raises:
         RulesInvalid: it is no JSON object.

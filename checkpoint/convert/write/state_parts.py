@@ -34,7 +34,7 @@ class StateParts:
     Attributes:
         model: keys of the module's tensors, by name.
         ties: what further names of the module stand for, by name.
-        unknown_ties: further names of which the tensor is not there.
+        unknown_ties: further names without a tensor.
         groups: the optimizer's groups.
         slots: keys of what the optimizer keeps of each parameter of its groups, by slot.
         scalars: what the optimizer keeps of each as a number, by slot.

@@ -36,8 +36,8 @@ def torch_pieces(tree: object, pickle_module: Any = pickle) -> tuple[Piece, ...]
 
     Args:
         tree: what to save: containers and values that pickle knows, and `StoredTensor` and
-            `Transposed` where tensors are. Of one `StoredTensor` in two places the bytes are in the
-            file once.
+            `Transposed` where tensors are. A `StoredTensor` in two places has its bytes
+            in the file once.
         pickle_module: as for `torch.save`.
     """
     with fake_tensors():

@@ -32,7 +32,7 @@ def torch_file(source: Source, *, only_model: bool) -> tuple[Piece, ...]:
 
     With `only_model` the file has the module's `state_dict`. Else it has a mapping of `model`,
     `optimizer` (numbered through its groups, with `param_names`), `step`, and the other tensors and
-    values by name. Of two things of one name the later gets `NAME (2)`.
+    values by name. The second of two things of one name gets `NAME (2)`.
     """
     tree = _tree(source, {key: whole(source, key) for key in source.tensors})
     return torch_pieces(tree["model"] if only_model else tree)

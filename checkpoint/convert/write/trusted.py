@@ -1,6 +1,6 @@
 """Reads files of `torch.save` whose objects only the code that they name can make.
 
-What keepstep's reader leaves out, such as tensors inside of objects, takes running that code. It
+Only that code can read the parts that keepstep's reader leaves out, such as tensors in objects. It
 runs in a process of its own (`trusted_load`), which writes the tensors and plain values that it
 finds to a file of `torch.save`; that file is read like any other. Nothing runs unless a user says
 that the file is to be trusted.
