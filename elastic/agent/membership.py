@@ -172,6 +172,14 @@ class Membership:
         return self._mirrors_all and self._led_since > 0
 
     @property
+    def watched_peers(self) -> Sequence[Peer]:
+        """The agents that this one watches: the leader watches everyone, everyone the leader."""
+        own, leader = self.record.node, self.view.leadership
+        if self.leads:
+            return [joined.record for node, joined in self.view.nodes.items() if node != own]
+        return [leader] if leader is not None and leader.node != own else []
+
+    @property
     def _led_since(self) -> int:
         """The revision at which this membership took the lead; 0 if it has not."""
         return join_protocol.led_since(self.view, self._lease.id)

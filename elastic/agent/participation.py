@@ -25,7 +25,7 @@ from keepstep.elastic.agent.generation_follower import GenerationFollower
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
-from keepstep.elastic.agent.peer_connections import AgentListener, Peer, PeerConnections
+from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
 from keepstep.elastic.agent.record_updates import RecordUpdates
 from keepstep.elastic.agent.snapshot_process import ServerGone
 from keepstep.elastic.agent.standstill import StandstillWatch
@@ -269,7 +269,7 @@ class Participation:
                 continue
             if is_leaving:
                 return await self._leave(membership_task)
-            self._node.connections.watch(self._peers())
+            self._node.connections.watch(self._node.membership.watched_peers)
             try:
                 async with asyncio.timeout(self._next_deadline_s()):
                     await self._wake.wait()
@@ -309,16 +309,6 @@ class Participation:
         if self._config.is_recorded:
             telemetry.remove_rings(self._config.job)
         return True
-
-    def _peers(self) -> list[Peer]:
-        """Return whom this agent watches: the leader watches everyone, everyone the leader."""
-        view = self._node.membership.view
-        if self._node.membership.leads:
-            return [
-                joined.record for node, joined in view.nodes.items() if node != self._config.node
-            ]
-        leader = view.leadership
-        return [leader] if leader is not None and leader.node != self._config.node else []
 
     def _next_deadline_s(self) -> float | None:
         """Return in how many seconds to look again although nothing changes; None: never."""

@@ -400,7 +400,7 @@ async def probe(peer: Reached) -> bool | None:
 
 async def _refuses_as_server(peer: Peer) -> bool:
     """Whether nobody listens where a node's snapshot server, which ends with its agent, was."""
-    if not isinstance(peer, NodeRecord) or not peer.server:
+    if not isinstance(peer, NodeRecord) or not peer.server.startswith("tcp:"):
         return False
     try:
         await identify(peer.server, PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from keepstep.elastic.cli.node_name import holds_name
+from keepstep.elastic.agent.node_name import holds_name
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss

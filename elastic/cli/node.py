@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import socket
 import uuid
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -22,6 +21,8 @@ from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
+from keepstep.elastic.agent.node_name import own_node_name
+from keepstep.elastic.agent.own_host import own_host
 from keepstep.elastic.agent.readmission import (
     pause_before_return_s,
     readmit,
@@ -29,17 +30,14 @@ from keepstep.elastic.agent.readmission import (
 )
 from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.cli.follow import views
-from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.cli.signals import Signals
 from keepstep.elastic.errors import JobFailed, UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
-from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.local_jobs import registered
 from keepstep.elastic.worker.messages import Command
 from keepstep.private_files import NotPrivate
-from keepstep.transport.addresses import bound_socket, without_brackets
 
 log = logging.getLogger("keepstep")
 
@@ -92,9 +90,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             job = f"{Path(start.command.target).stem}{suffix}"
         if connected.is_own:
             stack.enter_context(registered(job, connected.address))
-        given = start.options["local_addr"]
-        host = without_brackets(given) if given else _own_address(connected.address)
-        _check_host(host)
+        host = own_host(connected.address, start.options["local_addr"])
         try:
             node = start.options["node"] or stack.enter_context(own_node_name(job))
         except (NotPrivate, OSError) as error:
@@ -198,37 +194,6 @@ async def _serve_others(store: Store, job: str) -> None:
                 "still serving the coordinator for %s; interrupt again to end it, and their job",
                 ", ".join(sorted(view.nodes)),
             )
-
-
-def _own_address(address: Address) -> str:
-    """Return the address of this host on its route to the coordinator."""
-    endpoint = address.endpoints[0]
-    port = endpoint.rpartition(":")[2]
-    reason: OSError | None = None
-    try:
-        for family, kind, number, _, target in socket.getaddrinfo(
-            address.hosts[0], int(port), type=socket.SOCK_DGRAM
-        ):
-            try:
-                with socket.socket(family, kind, number) as probe:
-                    probe.connect(target)
-                    return str(probe.getsockname()[0])
-            except OSError as error:
-                reason = error  # Another of its addresses may be reached.
-    except OSError as error:
-        reason = error
-    raise UsageError(
-        f"cannot determine this host's address towards {endpoint} ({reason}); give --local-addr"
-    )
-
-
-def _check_host(host: str) -> None:
-    try:
-        bound_socket(host, 0).close()
-    except OSError as error:
-        raise UsageError(
-            f"--local-addr {host}: {error.strerror or error}; give an address of this host"
-        ) from None
 
 
 def _digest(command: Command, policy: RendezvousPolicy) -> str:

@@ -66,6 +66,11 @@ def decide(
     quiet = Decision(LeaderState())
     if view.result is not None:
         return quiet
+    results = {
+        node: joined.record.ended for node, joined in view.nodes.items() if joined.record.ended
+    }
+    if results:
+        return Decision(LeaderState(), Finish(results[min(results)]))
     generation = view.generation
     if generation is None:
         return open_first_generation(policy, view, leader_state, now_s, wall_s)

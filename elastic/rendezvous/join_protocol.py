@@ -116,8 +116,8 @@ def next_join_step(
         if joined.record.digest != record.digest:
             raise UsageError(
                 f"job {keys.job!r} is already running something else on node "
-                f"{joined.record.node}; choose another --job name, or start every node with the "
-                "same command and --nnodes"
+                f"{joined.record.node}; choose another --job name (--rdzv-id), or start every "
+                "node with the same command and --nnodes"
             )
     if record.node in view.nodes:
         return AwaitPredecessor(view.nodes[record.node].record)

@@ -254,6 +254,7 @@ class NodeRecord(Record):
         processes: ids of its workers' processes, by local rank.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
         snapshot_cost_s: seconds that each of these snapshots costs the training.
+        ended: how the launcher of this node has ended the job for all, as torchrun's may.
     """
 
     node: str
@@ -295,6 +296,7 @@ class NodeRecord(Record):
     serves_coordinator: bool = False
     checkpoint_retention: Retention | None = None
     newest_generation: int = 0
+    ended: Result | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that nobody could read later. Raises ValueError."""

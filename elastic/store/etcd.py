@@ -65,9 +65,10 @@ _NOT_APPLIED = ("failed to connect", "Connection refused", "etcdserver: no leade
 # The token has expired, or is older than a change of users; "empty": none was sent.
 _TOKEN_REJECTED = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _HINTS = {
-    Access.PLAIN: " and that --store names it",
-    Access.TLS: " and that --store names it",
-    Access.SECRET: ", and that its node has the same --secret-file as this one; "
+    Access.PLAIN: " and that --store (torchrun: --rdzv-endpoint) names it",
+    Access.TLS: " and that --store (torchrun: --rdzv-endpoint) names it",
+    Access.SECRET: ", and that its node has the same --secret-file as this one (torchrun: "
+    "--rdzv-conf secret_file=); "
     "if it is an etcd of your own, name it with --store etcd://HOST:PORT",
 }
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (

@@ -50,6 +50,10 @@ class Processes:
                 env={**os.environ, **environment},
             )  # fmt: skip
 
+    def pid(self, node: int, name: str) -> int:
+        """Return the id of a process of a node."""
+        return self._of_node[node][name].pid
+
     def kill(self, node: int) -> None:
         """Kill all processes of a node."""
         for process in self._of_node.pop(node, {}).values():

@@ -161,8 +161,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.agent": (
             "checkpoint.errors checkpoint.format.layout checkpoint.snapshot.memory"
             " checkpoint.snapshot.server elastic.errors elastic.node elastic.rendezvous"
-            " elastic.store elastic.worker monitor.node monitor.progress notices processes"
-            " transport"
+            " elastic.store elastic.worker monitor.node monitor.progress notices private_files"
+            " processes transport"
         ),
         "elastic.data": "checkpoint.format.layout elastic.errors notices torch_internals",
         "elastic.trainer": (
@@ -180,6 +180,10 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
             " log_format monitor.contracts monitor.errors notices private_files processes transport"
+        ),
+        "elastic.torchrun": (
+            "elastic.agent elastic.errors elastic.rendezvous elastic.store log_format private_files"
+            " transport"
         ),
         "elastic": "",
         # The front of it all.
@@ -216,6 +220,8 @@ PURE = (
     "checkpoint.snapshot.memory.snapshot_table",
     "elastic.node",
     "elastic.rendezvous",
+    "elastic.torchrun.rounds",
+    "elastic.torchrun.settings",
     "elastic.data.json_values",
     "elastic.data.micro_batches",
     "elastic.data.order",
@@ -301,6 +307,7 @@ LIGHT = {
         "keepstep.elastic.trainer.attach", "keepstep.elastic.trainer.join",
         "keepstep.elastic.worker.bootstrap",
     ),
+    ("etcd3", "google.protobuf", "grpc", "torch"): ("keepstep.elastic.torchrun",),
     ("keepstep.checkpoint.convert",): (
         "keepstep.checkpoint.api", "keepstep.checkpoint.dcp",
         "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.snapshot.server.server",

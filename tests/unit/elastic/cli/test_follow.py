@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.elastic.agent.node_name import own_node_name
 from keepstep.elastic.cli.follow import JobAddress, find_job
-from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.local_jobs import registered

@@ -20,6 +20,7 @@ the present members of the current generation. A rank stands for the node that h
     a drains                             no worker of it writes any more; its record is final
     a finishes                           its workers did their last step and wait for it to be safe
     a is done                            its workers exited with success
+    a ends the job                       its launcher does so, as torchrun's may
     a asks to leave                      a preemption notice, Ctrl-C, an eviction that it has seen
     lease of a ends                      its agent died, left or was cut off
     agent of a has ended                 found out where the leader asks it, as it waits for a
@@ -349,6 +350,8 @@ class Case:
             self._write(record, finishing=True)
         elif what in ("is done", "are done"):
             self._write(record, phase=NodePhase.DONE, **self._holdings(node))
+        elif what == "ends the job":
+            self._write(record, ended=Result(True, f"the workers on {node} have finished"))
         elif found := re.fullmatch(r"stands? still: (.+)", what):
             failure = Failure(FailureKind.STANDSTILL, f"{node} {found[1]}", self.wall_s)
             self._write(record, failure=failure)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.elastic.cli.node_name import own_node_name
+from keepstep.elastic.agent.node_name import own_node_name
 
 HOLD = """
 import sys
-from keepstep.elastic.cli.node_name import own_node_name
+from keepstep.elastic.agent.node_name import own_node_name
 with own_node_name("job") as name:
     print(name, flush=True)
     sys.stdin.read()

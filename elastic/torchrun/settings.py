@@ -1,0 +1,117 @@
+"""Parses torchrun's rendezvous options. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
+from keepstep.elastic.store.address import Access, Address, parse_address
+
+_NUMBERS = ("lease_ttl_s", "last_call_timeout", "join_timeout", "timeout")
+_CERTIFICATES = {"ca_cert": "CACERT", "ssl_cert": "CERT", "ssl_cert_key": "KEY"}
+_KNOWN = (*_NUMBERS, *_CERTIFICATES, "secret_file")
+_NO_ID = ("", "none")
+"""torchrun's own value if --rdzv-id is not given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings with which a torchrun agent takes part in a job.
+
+    Attributes:
+        job: the job's name.
+        coordinator: etcd.
+        environment: from which this client's credentials are read.
+        policy: the job's limits.
+        local_addr: address under which other nodes reach this one; None: to be determined.
+        lease_ttl_s: how long after its last sign of life the node is declared gone.
+    """
+
+    job: str
+    coordinator: Address
+    environment: Mapping[str, str]
+    policy: RendezvousPolicy
+    local_addr: str | None
+    lease_ttl_s: float
+
+    @property
+    def digest(self) -> str:
+        """A digest of the settings that all nodes of a job must agree on."""
+        parts = ("torchrun", self.policy.min_nodes, self.policy.max_nodes)
+        return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def parse_settings(
+    endpoint: str,
+    run_id: str,
+    nodes: tuple[int, int],
+    local_addr: str | None,
+    config: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> Settings:
+    """Parse the options of torchrun.
+
+    Args:
+        endpoint: `--rdzv-endpoint`: as `keepstep run --store`. Without a scheme it is keepstep://
+            with a secret_file, etcds:// with certificates, and else etcd://.
+        run_id: `--rdzv-id`.
+        nodes: `--nnodes`, the least and the greatest number.
+        local_addr: `--local-addr`.
+        config: `--rdzv-conf`.
+        environment: may have etcdctl's variables and KEEPSTEP_SECRET_FILE.
+
+    Raises:
+        UsageError: an option is missing, unknown or invalid.
+    """
+    unknown = [key for key in config if key not in _KNOWN]
+    if unknown:
+        raise UsageError(
+            f"--rdzv-conf {unknown[0]}: the back end keepstep has no such option; it has "
+            f"{', '.join(_KNOWN)}"
+        )
+    if not endpoint:
+        raise UsageError(
+            "the back end keepstep needs --rdzv-endpoint HOST:PORT[,HOST:PORT...] of an etcd"
+        )
+    if run_id in _NO_ID:
+        raise UsageError(
+            "give --rdzv-id, a name for this job: other jobs may use the same etcd, and nodes "
+            "that name none would form one job"
+        )
+    numbers = {key: _number(key, config[key]) for key in _NUMBERS if key in config}
+    certificates = {
+        f"ETCDCTL_{name}": str(config[key]) for key, name in _CERTIFICATES.items() if key in config
+    }
+    secret_file = config.get("secret_file")
+    if "://" not in endpoint:
+        access = Access.SECRET if secret_file else Access.TLS if certificates else Access.PLAIN
+        endpoint = f"{access}://{endpoint}"
+    return Settings(
+        job=run_id,
+        coordinator=parse_address(endpoint, Path(secret_file) if secret_file else None),
+        environment={**environment, **certificates},
+        policy=RendezvousPolicy(
+            *nodes,
+            parity=0,
+            last_call_s=numbers.get("last_call_timeout", 30.0),
+            quorum_timeout_s=numbers.get("join_timeout", numbers.get("timeout", 900.0)),
+        ),
+        local_addr=local_addr,
+        lease_ttl_s=numbers.get("lease_ttl_s", 5.0),
+    )
+
+
+def _number(key: str, value: object) -> float:
+    convert: Callable[[str], float] = float
+    try:
+        number = convert(str(value))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UsageError(f"--rdzv-conf {key}={value}: give a number of seconds above 0")
+    return number

@@ -1,0 +1,297 @@
+"""Claims about torchrun with `--rdzv-backend keepstep`: real agents, workers over gloo and etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.local_cluster import process_tree
+from keepstep.elastic.rendezvous.view import Keys, View, from_listing
+from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.ports import ReservedPort
+from keepstep.private_files import write_file
+from ops.bench.processes import kill_tree
+from tests.adaptive_timeouts import patient
+
+ROOT = Path(__file__).parents[3]
+WORKER = ROOT / "ops" / "bench" / "torchrun_worker.py"
+LEASE_TTL_S = 3
+CONF = f"last_call_timeout=3,lease_ttl_s={LEASE_TTL_S}"
+
+Line = dict[str, Any]
+
+
+def torchrun(endpoint: str, *options: str, conf: str = CONF, job: str = "run7") -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "keepstep",
+        "--rdzv-endpoint", endpoint, "--rdzv-id", job, "--rdzv-conf", conf,
+        "--local-addr", "127.0.0.1", *options,
+    ]  # fmt: skip
+
+
+class Nodes:
+    """torchrun agents of one job on this machine, and the steps of their workers."""
+
+    def __init__(self, directory: Path, etcd: EmbeddedEtcd) -> None:
+        self.directory = directory
+        self.etcd = etcd
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *options: str) -> None:
+        command = torchrun(self.etcd.url, *(options or ("--nnodes", "1:2", "--max-restarts", "3")))
+        with (self.directory / f"{name}.log").open("ab") as output:
+            self.agents[name] = subprocess.Popen(
+                [*command, str(WORKER), str(self.directory)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str) -> float:
+        at_s = time.time()
+        agent = self.agents.pop(name)
+        kill_tree(agent.pid)
+        agent.wait()
+        return at_s
+
+    def signal(self, name: str, number: signal.Signals) -> float:
+        """Send a signal to all processes of a node, as a frozen machine has all of them stopped."""
+        for process in process_tree(self.agents[name].pid):
+            process.send_signal(number)
+        return time.time()
+
+    def worker(self, name: str) -> psutil.Process:
+        return next(
+            it
+            for it in psutil.Process(self.agents[name].pid).children()
+            if WORKER.name in " ".join(it.cmdline())
+        )
+
+    def lines(self, since_s: float = 0.0) -> list[Line]:
+        found = []
+        for path in self.directory.glob("steps-*.jsonl"):
+            for text in path.read_text().splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue  # Its process was killed while it wrote.
+                if line["at"] > since_s:
+                    found.append(line)
+        return sorted(found, key=lambda line: float(line["at"]))
+
+    def steps(self, world_size: int, *names: str, since_s: float = 0.0) -> list[Line]:
+        """Return the first step of each of these nodes with so many ranks, once all have made one.
+
+        Their processes are those that run now.
+        """
+        first: dict[int, Line] = {}
+
+        def is_reached() -> bool:
+            for line in self.lines(since_s):
+                if line["world"] == world_size:
+                    first.setdefault(line["agent"], line)
+            return all(self.agents[name].pid in first for name in names)
+
+        self.until(is_reached)
+        return [first[self.agents[name].pid] for name in names]
+
+    def until(self, is_reached: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + patient(60)
+        while not is_reached():
+            assert time.monotonic() < until_s, self.output()
+            time.sleep(0.05)
+
+    def view(self) -> View:
+        async def read() -> View:
+            store = await EtcdStore.connect(parse_address(self.etcd.url))
+            try:
+                keys = Keys("run7")
+                return from_listing(keys, await store.read(keys.prefix))
+            finally:
+                await store.close()
+
+        return asyncio.run(read())
+
+    def finish(self, *names: str) -> None:
+        """Let the workers end, and check that the agents do so, and leave nothing in etcd."""
+        (self.directory / "end").touch()
+        for name in names:
+            assert self.agents.pop(name).wait(patient(60)) == 0, self.output()
+        assert self.view().secret is None
+
+    def output(self) -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-8000:]}" for path in self.directory.glob("*.log")
+        )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, etcd_server: EmbeddedEtcd) -> Iterator[Nodes]:
+    them = Nodes(tmp_path, etcd_server)
+    try:
+        yield them
+    finally:
+        for name in list(them.agents):
+            them.signal(name, signal.SIGCONT)
+            them.kill(name)
+
+
+@pytest.mark.long
+def test_others_go_on_without_a_killed_node_and_with_it_when_it_comes_back(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.start("b")
+    nodes.steps(2, "a", "b")
+    killed_s = nodes.kill("b")
+    nodes.steps(1, "a", since_s=killed_s)
+    # Sooner than the lease ends: its port refuses connections at once.
+    assert "is dead" in (nodes.directory / "a.log").read_text()
+    nodes.start("b")
+    both = nodes.steps(2, "a", "b", since_s=killed_s)
+    assert sorted(line["rank"] for line in both) == [0, 1]
+    # Another round over gloo, in which nobody may read an address of the round before.
+    crashed_s = time.time()
+    nodes.worker("b").kill()
+    again = nodes.steps(2, "a", "b", since_s=crashed_s + 0.5)
+    assert {line["pid"] for line in again}.isdisjoint(line["pid"] for line in both)
+    assert [line["rank"] for line in again] == [line["rank"] for line in both]
+    nodes.finish("a", "b")
+
+
+@pytest.mark.long
+def test_node_that_freezes_is_lost_with_its_lease_and_returns_when_it_thaws(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.start("b")
+    nodes.steps(2, "a", "b")
+    frozen_s = nodes.signal("b", signal.SIGSTOP)
+    (alone,) = nodes.steps(1, "a", since_s=frozen_s)
+    assert alone["at"] - frozen_s < patient(LEASE_TTL_S + 15)
+    thawed_s = nodes.signal("b", signal.SIGCONT)
+    nodes.steps(2, "a", "b", since_s=thawed_s + 0.1)
+    nodes.finish("a", "b")
+
+
+@pytest.mark.long
+def test_round_is_not_begun_with_a_node_that_does_not_enter_it(nodes: Nodes) -> None:
+    limits = ("--nnodes", "2")
+    for name in ("a", "b"):
+        nodes.start(name, *limits)
+    nodes.steps(2, "a", "b")
+    for name in ("c", "d"):
+        nodes.start(name, *limits)
+        count = len(nodes.agents)
+        nodes.until(lambda count=count: len(nodes.view().nodes) == count)  # type: ignore[misc]
+    # It stands by first, so it is given the lost one's place, and cannot take it.
+    nodes.signal("c", signal.SIGSTOP)
+    killed_s = nodes.kill("b")
+    nodes.steps(2, "a", "d", since_s=killed_s)
+    nodes.signal("c", signal.SIGCONT)
+    nodes.kill("c")
+    nodes.finish("a", "d")
+
+
+@pytest.mark.long
+def test_outage_of_etcd_stops_no_worker_and_losses_are_noticed_after_it(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.start("b")
+    before = nodes.steps(2, "a", "b")
+    etcd = psutil.Process(nodes.etcd.pid)
+    etcd.suspend()
+    away_s = time.time()
+    outlasted_s = away_s + 2 * LEASE_TTL_S
+    during = nodes.steps(2, "a", "b", since_s=outlasted_s)
+    etcd.resume()
+    assert [line["pid"] for line in during] == [line["pid"] for line in before]
+    killed_s = nodes.kill("b")
+    nodes.steps(1, "a", since_s=killed_s)
+    nodes.finish("a")
+
+
+def test_terminated_node_leaves_at_once_and_does_not_end_the_job(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.start("b")
+    nodes.steps(2, "a", "b")
+    nodes.agents["b"].terminate()
+    assert nodes.agents.pop("b").wait(patient(60)) != 0
+    assert len(nodes.view().nodes) == 1
+    nodes.steps(1, "a")
+    nodes.agents["a"].terminate()
+    assert nodes.agents.pop("a").wait(patient(60)) != 0
+    # Nobody is left who could have declared it gone.
+    assert nodes.view().secret is None
+
+
+def test_failure_for_good_on_one_node_ends_the_job_on_all(nodes: Nodes) -> None:
+    limits = ("--nnodes", "2", "--max-restarts", "0")
+    nodes.start("a", *limits)
+    nodes.start("b", *limits)
+    nodes.steps(2, "a", "b")
+    nodes.worker("b").kill()
+    for name in ("a", "b"):
+        assert nodes.agents.pop(name).wait(patient(60)) != 0
+    assert nodes.view().secret is None
+
+
+def test_second_job_of_a_name_is_refused_and_the_first_goes_on(nodes: Nodes) -> None:
+    nodes.start("a")
+    (before,) = nodes.steps(1, "a")
+    command = torchrun(nodes.etcd.url, "--nnodes", "1:3", str(WORKER), str(nodes.directory))
+    refused = subprocess.run(
+        command, capture_output=True, text=True, timeout=patient(60), check=False
+    )
+    assert refused.returncode != 0
+    assert "RendezvousStateError: job 'run7' is already running something else" in refused.stderr
+    assert "--rdzv-id" in refused.stderr
+    (after,) = nodes.steps(1, "a", since_s=time.time())
+    assert after["pid"] == before["pid"]
+    nodes.finish("a")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "error"),
+    [
+        ("etcd://127.0.0.1:{free}", CONF, "RendezvousConnectionError: no answer from etcd at"),
+        ("{etcd}", "secret_file={secret}", "RendezvousConnectionError: no answer from etcd at"),
+        ("{etcd}", "is_host=1", "ValueError: --rdzv-conf is_host: the back end keepstep has no"),
+        ("{etcd}", "join_timeout=1", "RendezvousTimeoutError: job run7: no round within 1 s"),
+    ],
+    ids=["no coordinator", "wrong secret", "unknown option", "too few nodes"],
+)
+def test_what_cannot_work_is_said_in_an_error_of_torchrun(
+    tmp_path: Path, etcd_server: EmbeddedEtcd, endpoint: str, conf: str, error: str
+) -> None:
+    secret = tmp_path / "secret"
+    write_file(secret, b"another secret of this test")
+    with ReservedPort() as free:
+        filled = endpoint.format(free=free.number, etcd=etcd_server.url)
+        command = torchrun(filled, "--nnodes", "2", str(WORKER), conf=conf.format(secret=secret))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=patient(90), check=False
+        )
+    assert done.returncode != 0
+    assert error in done.stderr, done.stderr
+
+
+def test_back_end_is_registered_without_a_warning_and_is_light() -> None:
+    code = (
+        "import sys; from torch.distributed.elastic.rendezvous import rendezvous_handler_registry; "
+        "print(rendezvous_handler_registry._registry['keepstep'].__module__, 'grpc' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert done.stdout.split() == ["keepstep.elastic.torchrun", "False"]
+    assert "keepstep" not in done.stderr
