@@ -9,7 +9,7 @@ from keepstep.elastic.rendezvous.records import PersistRequest, SnapshotCommit
 from keepstep.elastic.rendezvous.view import View
 
 
-def test_stored_step_is_told_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
+def test_stored_step_is_logged_with_its_url(caplog: pytest.LogCaptureFixture) -> None:
     request = PersistRequest(SnapshotCommit(SnapshotId(2, 30)), "s3://bucket/run7", 0.0, "ab")
     with caplog.at_level("INFO", logger="keepstep"):
         log_action(Publish(request, (), 1), View())

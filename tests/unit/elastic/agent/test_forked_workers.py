@@ -129,7 +129,7 @@ Path(sys.argv[1]).write_text(f"{is_early} {heavy.KNOWN_RANK} {sys.path.count(sys
 def test_modules_that_the_user_names_are_imported_before_the_worker_has_a_place(
     tmp_path: Path, forks: bool
 ) -> None:
-    """Also those beside the script. To import them is what a replacement took longest for."""
+    """Also modules in the script's folder: their import took most of a replacement's time."""
     (tmp_path / "heavy.py").write_text('import os; KNOWN_RANK = os.environ.get("RANK")')
     (tmp_path / "script.py").write_text(PRELOADED)
     found = tmp_path / "found"

@@ -50,7 +50,7 @@ DRAIN_TIMEOUT_S = {option.name: option.default for option in run.params}["drain_
 
 
 class Node:
-    """A node whose worker drains by abort once a file is there; `ordered` is what it was told."""
+    """A node whose worker drains by abort once a file is there; `ordered` has its orders."""
 
     def __init__(self, participation: Participation, gate: Path) -> None:
         self.participation = participation
@@ -182,7 +182,7 @@ def test_snapshot_that_is_protected_while_its_node_enters_is_reported(
 
 
 @pytest.mark.slow
-def test_workers_of_a_new_generation_are_told_what_is_stored(
+def test_workers_of_a_new_generation_receive_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is new would wait for ever for the end of a job whose last step is stored."""

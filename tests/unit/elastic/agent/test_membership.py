@@ -156,7 +156,7 @@ def test_record_of_a_member_that_was_declared_gone_is_not_written() -> None:
     asyncio.run(scenario())
 
 
-def test_member_that_joins_while_the_last_one_leaves_stays_or_begins_anew() -> None:
+def test_member_that_joins_while_the_last_one_leaves_stays_or_begins_again() -> None:
     async def scenario() -> None:
         store = Interleaved()
         leaving, joining = membership_of(store, RECORD), membership_of(store, OTHER)
@@ -432,7 +432,7 @@ def test_state_is_carried_into_the_next_membership_of_the_same_job_only() -> Non
     asyncio.run(scenario())
 
 
-def test_job_that_the_coordinator_has_lost_is_restored_before_others_begin_it_anew() -> None:
+def test_job_that_the_coordinator_has_lost_is_restored_before_others_begin_it_again() -> None:
     held = held_view()
 
     async def scenario() -> None:
@@ -453,17 +453,17 @@ def test_job_that_the_coordinator_has_lost_is_restored_before_others_begin_it_an
 
 
 class Watched(MemoryStore):
-    """Counts the changes that its watchers are told of, by the first part of their keys."""
+    """Counts the changes that its watchers receive, by the first part of their keys."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: Counter[str] = Counter()
+        self.notified: Counter[str] = Counter()
 
     async def watch(self, prefix: str, after: int) -> AsyncGenerator[tuple[Change, ...] | Reset]:
         async for item in super().watch(prefix, after):
             assert not isinstance(item, Reset)
             sections = (change.key.removeprefix(Keys("job").prefix) for change in item)
-            self.told.update(section.partition("/")[0] for section in sections)
+            self.notified.update(section.partition("/")[0] for section in sections)
             yield item
 
 
@@ -512,12 +512,12 @@ async def running(store: MemoryStore, nodes: Sequence[str]) -> AsyncIterator[Job
         await job.close()
 
 
-def test_followers_are_told_nothing_of_other_nodes_records() -> None:
+def test_followers_receive_nothing_of_other_nodes_records() -> None:
     async def scenario() -> None:
         store = Watched()
         async with running(store, "abc") as job:
             members = job.members
-            before = store.told["nodes"]
+            before = store.notified["nodes"]
             for step in range(1, 11):
                 for member in members:
                     member.update(generation=1, phase=NodePhase.RUNNING, step=step)
@@ -526,7 +526,7 @@ def test_followers_are_told_nothing_of_other_nodes_records() -> None:
                         joined.record.step == step for joined in members[0].view.nodes.values()
                     )
                 )
-            assert store.told["nodes"] - before == 30
+            assert store.notified["nodes"] - before == 30
             assert [len(member.view.nodes) for member in members] == [3, 0, 0]
 
     asyncio.run(scenario())
@@ -590,8 +590,8 @@ def test_lease_of_a_predecessor_is_revoked_only_if_its_agent_is_certainly_gone(
     asyncio.run(scenario())
 
 
-def test_record_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    def told() -> list[str]:
+def test_record_that_cannot_be_read_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def logged() -> list[str]:
         return [text.split()[0] for text in caplog.messages if "counts as absent" in text]
 
     async def scenario() -> None:
@@ -599,11 +599,11 @@ def test_record_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixtur
         async with running(store, "ab") as job:
             for count, name in enumerate("xy", 1):
                 await store.commit((), (Put(Keys("job").node(name), b"no record"),))
-                await job.until(lambda count=count: len(told()) >= count)  # type: ignore[misc]
+                await job.until(lambda count=count: len(logged()) >= count)  # type: ignore[misc]
 
     with caplog.at_level("WARNING", logger="keepstep"):
         asyncio.run(scenario())
-    assert told() == ["nodes/x", "nodes/y"]
+    assert logged() == ["nodes/x", "nodes/y"]
 
 
 def test_follower_forgets_members_that_its_generation_does_not_list() -> None:
@@ -621,47 +621,47 @@ def test_follower_forgets_members_that_its_generation_does_not_list() -> None:
     asyncio.run(scenario())
 
 
-def test_leader_tells_what_it_waits_for_whenever_that_changes(
+def test_leader_logs_what_it_waits_for_whenever_that_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def told() -> list[str]:
+    def logged() -> list[str]:
         return [text for text in caplog.messages if text.startswith("waiting for nodes")]
 
     async def scenario() -> None:
         store = MemoryStore()
         job = Job(store, replace(POLICY, min_nodes=3, max_nodes=3))
 
-        async def until_told(times: int) -> None:
+        async def until_logged(times: int) -> None:
             async with asyncio.timeout(patient(10)):
-                while len(told()) < times:  # noqa: ASYNC110 - it is logged after the change
+                while len(logged()) < times:  # noqa: ASYNC110 - it is logged after the change
                     await asyncio.sleep(0.001)
 
         try:
             for times, node in enumerate("ab", 1):
                 await job.start(node)
-                await until_told(times)
+                await until_logged(times)
             await store.revoke(job.members[1].record.lease)
-            await until_told(3)
+            await until_logged(3)
         finally:
             await job.close()
 
     with caplog.at_level("INFO", logger="keepstep"):
         asyncio.run(scenario())
-    here = [text.split(": ")[1].split()[0] for text in told()]
+    here = [text.split(": ")[1].split()[0] for text in logged()]
     assert here == ["1", "2", "1"]
 
 
-def test_leader_tells_what_it_waits_for_once_though_other_decisions_come_between(
+def test_leader_logs_what_it_waits_for_once_though_other_decisions_come_between(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as commits, which come at every snapshot while nodes warm up."""
     soon = ["1 nodes join soon", "2 nodes join soon"]
-    decided, is_told = iter([soon[0], "", soon[0], "", soon[1], "", soon[1]]), asyncio.Event()
+    decided, is_exhausted = iter([soon[0], "", soon[0], "", soon[1], "", soon[1]]), asyncio.Event()
 
     def decide(*_: object) -> Decision:
         message = next(decided, None)
         if message is None:
-            is_told.set()
+            is_exhausted.set()
             return Decision(LeaderState())
         return Decision(LeaderState(), again_at_s=time.monotonic(), message=message)
 
@@ -670,7 +670,7 @@ def test_leader_tells_what_it_waits_for_once_though_other_decisions_come_between
         await member.join()
         leading = asyncio.create_task(member.run())
         async with asyncio.timeout(patient(10)):
-            await is_told.wait()
+            await is_exhausted.wait()
         leading.cancel()
         await asyncio.wait([leading])
 
@@ -709,7 +709,7 @@ def test_follower_that_takes_the_lead_reads_all_nodes_and_decides() -> None:
     asyncio.run(scenario())
 
 
-def test_follower_that_missed_a_generation_whose_members_are_removed_reads_anew() -> None:
+def test_follower_that_missed_a_generation_whose_members_are_removed_reads_again() -> None:
     async def scenario() -> None:
         store = Watched()
         keys = Keys("job")
@@ -731,7 +731,7 @@ def test_follower_that_missed_a_generation_whose_members_are_removed_reads_anew(
 def test_leader_decides_nothing_about_snapshots_that_only_their_record_is_left_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It decided after each step, to write nothing; the coordinator is told of one in 5 s."""
+    """It decided after each step, to write nothing; the coordinator learns of one in 5 s."""
     decisions = 0
 
     def counted(*arguments: Any) -> Decision:

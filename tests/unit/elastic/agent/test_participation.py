@@ -98,7 +98,7 @@ class Lost:
 
 
 @pytest.mark.parametrize("succeeded", [True, False])
-def test_node_that_is_declared_gone_when_the_job_is_over_does_not_begin_it_anew(
+def test_node_that_is_declared_gone_when_the_job_is_over_does_not_begin_it_again(
     tmp_path: Path, succeeded: bool
 ) -> None:
     async def scenario() -> None:
@@ -217,7 +217,7 @@ def test_lease_is_renewed_while_a_snapshot_server_starts(tmp_path: Path) -> None
     play(scenario())
 
 
-def test_lease_that_is_lost_while_a_snapshot_server_starts_is_taken_anew_with_that_server(
+def test_lease_that_is_lost_while_a_snapshot_server_starts_is_taken_again_with_that_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -353,7 +353,7 @@ def test_node_that_is_to_leave_does_not_wait_longer_than_its_grace_for_the_coord
     assert caplog.messages[-1] == "left without joining again: no answer"
 
 
-def test_outage_in_which_a_node_stands_still_is_told_with_what_ends_it() -> None:
+def test_outage_in_which_a_node_stands_still_is_described_with_what_ends_it() -> None:
     """Who was left said for minutes that training goes on, without a step."""
     failure = Failure(FailureKind.PEER, "a collective of rank 1 broke\nTraceback", 1.0, 1)
     assert describe_outage("", failure, 600.0) == ""

@@ -591,7 +591,7 @@ def test_new_leader_receives_the_newest_report_at_once() -> None:
     play(scenario())
 
 
-def test_connection_that_ends_is_made_anew_and_the_newest_report_sent_again() -> None:
+def test_connection_that_ends_is_made_again_and_the_newest_report_sent_again() -> None:
     async def scenario() -> None:
         reports: asyncio.Queue[NodeReport] = asyncio.Queue()
 
@@ -640,7 +640,7 @@ def test_member_that_joins_again_is_reached_at_the_same_port() -> None:
     async def scenario() -> None:
         async with listening("a") as (listener, reports):
             port = listener.port
-            # The same job, and then one of its name that was begun anew.
+            # The same job, and then another job of the same name.
             for step, secret in enumerate((SECRET, OTHER_SECRET)):
                 await listener.admit(secret, reports.put_nowait)
                 assert listener.port == port

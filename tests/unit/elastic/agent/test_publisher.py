@@ -30,7 +30,7 @@ STEP_4 = SnapshotId(1, 4)
 
 
 class Storage:
-    """Takes a manifest once it is told to, or refuses it; `asked` is which were begun."""
+    """Takes a manifest once the test allows it, or refuses it; `asked` lists those begun."""
 
     def __init__(self) -> None:
         self.asked: list[Publish] = []

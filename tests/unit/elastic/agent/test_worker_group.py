@@ -469,7 +469,7 @@ def test_worker_that_asks_to_be_replaced_counts_as_no_failure_of_its_own(tmp_pat
     play(scenario())
 
 
-def test_worker_whose_script_begins_anew_has_not_failed_unless_another_one_has(
+def test_worker_whose_script_begins_again_has_not_failed_unless_another_one_has(
     tmp_path: Path,
 ) -> None:
     code = """
@@ -614,7 +614,7 @@ time.sleep(600)
 )
 
 
-def test_worker_that_joins_when_the_last_step_is_stored_is_told_so(tmp_path: Path) -> None:
+def test_worker_that_joins_when_the_last_step_is_stored_learns_so(tmp_path: Path) -> None:
     """One that took another's place waited for ever for the end of the job."""
     gate, script = tmp_path / "gate", tmp_path / "script.py"
     script.write_text(f"GATE = {str(gate)!r}\n{LATE}")
@@ -646,7 +646,7 @@ def test_idle_process_that_ends_is_replaced_and_the_node_is_not_warm_until_then(
     play(scenario())
 
 
-def test_script_that_begins_anew_because_it_has_not_joined_is_named(
+def test_script_that_begins_again_because_it_has_not_joined_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     command = Command(CommandKind.PROGRAM, "/bin/sh", ("-c", "exit 3"))
