@@ -187,7 +187,7 @@ def test_an_attempt_that_commits_while_gc_runs_stays_or_fails(
     assert 0 < committed < 24
 
 
-def test_gc_deletes_abandoned_attempts_beside_a_committed_one(
+def test_gc_deletes_abandoned_attempts_next_to_a_committed_one(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     abandon(url, monkeypatch)
@@ -204,7 +204,7 @@ def test_gc_deletes_abandoned_attempts_beside_a_committed_one(
     assert_holds(url, 2.0)
 
 
-def test_nothing_beside_a_manifest_that_cannot_be_read_is_deleted(url: str) -> None:
+def test_nothing_next_to_a_manifest_that_cannot_be_read_is_deleted(url: str) -> None:
     checkpoint.save(url, state(1.0), step=1)
     storage = open_storage(url)
     storage.write(f"{StoredStep(1, 0).directory}/manifest.json", [b"{"])

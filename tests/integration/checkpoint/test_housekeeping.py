@@ -190,7 +190,7 @@ def test_what_a_writer_left_of_the_note_of_the_newest_is_collected(tmp_path: Pat
     StoredCheckpoint.open(open_storage(str(tmp_path))).verify()
 
 
-def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
+def test_what_was_left_next_to_the_checkpoints_is_deleted_at_once_without_grace(
     tmp_path: Path,
 ) -> None:
     left = tmp_path / f"{NEWEST}.0123456789ab.unfinished"
@@ -208,7 +208,7 @@ def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
     ],
     ids=["newest", "note", "probe"],
 )
-def test_what_a_killed_writer_left_beside_the_checkpoints_has_a_name_that_is_collected(
+def test_what_a_killed_writer_left_next_to_the_checkpoints_has_a_name_that_is_collected(
     tmp_path: Path, write: Callable[[Storage], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> None:
@@ -226,7 +226,7 @@ def test_what_a_killed_writer_left_beside_the_checkpoints_has_a_name_that_is_col
 
 
 @pytest.mark.parametrize("grace_s", [GRACE_S, 0])
-def test_a_conversion_that_is_being_written_beside_the_checkpoints_is_not_collected(
+def test_a_conversion_that_is_being_written_next_to_the_checkpoints_is_not_collected(
     tmp_path: Path, grace_s: float
 ) -> None:
     checkpoint.save(str(tmp_path), STATE, step=1)

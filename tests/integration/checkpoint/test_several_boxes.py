@@ -113,7 +113,7 @@ def test_several_fragments_are_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(whole, WHOLE)
 
 
-def test_a_fragment_beside_the_whole_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_fragment_next_to_the_whole_tensor_is_refused_by_name(tmp_path: Path) -> None:
     state = {"a": {"w": torch.ones(8, 8)}, "a/w": checkpoint.FlatFragment(torch.ones(9), (8, 8), 5)}
     with pytest.raises(LayoutMismatch, match="a/w is in the state in boxes that overlap"):
         checkpoint.save(str(tmp_path), state, step=1)

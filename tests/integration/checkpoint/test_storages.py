@@ -45,7 +45,7 @@ def test_an_object_is_read_as_it_was_written(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 16, 17, 63, 64, 65, 1000, 4097, 2**20 + 3])
-def test_the_size_of_an_object_is_told(storage: Storage, nbytes: int) -> None:
+def test_the_size_of_an_object_is_known(storage: Storage, nbytes: int) -> None:
     storage.write("a/b", [bytes(nbytes)])
     assert storage.size("a/b") == nbytes
     with pytest.raises(CheckpointMissing):

@@ -381,7 +381,7 @@ def test_a_checkpoint_that_does_not_exist_is_missing(tmp_path: Path) -> None:
         ({"required": ["a-feature"]}, "requires 'a-feature', which this keepstep does not know"),
         ({"required": [COMPRESSED_CELLS, "a-feature"]}, "requires 'a-feature', which"),
     ],
-    ids=["format", "feature", "feature beside a known one"],
+    ids=["format", "feature", "feature next to a known one"],
 )
 def test_fallback_does_not_skip_a_checkpoint_that_a_newer_release_wrote(
     tmp_path: Path, changes: dict[str, Any], message: str
