@@ -76,10 +76,8 @@ def place_tensors(
     views_of: dict[str, list[View]] = defaultdict(list)
     left_out: list[tuple[str, Box]] = []
     for (part, places), found in instance.items():
-        indices = {
-            stack.placeholder: place
-            for stack, place in zip(rule.target.stacks, places, strict=True)
-        }
+        stacks = zip(rule.target.stacks, places, strict=True)
+        indices = {stack.placeholder: place for stack, place in stacks}
         for unit in _units(rule, part, sizes, shapes[found.name], variables):
             shape = rule.target.whole_shape(
                 unit.after, sum(sizes) if _is_fused(rule.target, sizes) else None, counts
@@ -88,8 +86,7 @@ def place_tensors(
             writing = _run(rule.target, sizes, unit.part, variables)
             pattern = rule.target.patterns[unit.part if len(rule.target.patterns) > 1 else 0]
             for chosen in _places(rule.source, shapes[found.name]):
-                values = {name: str(index) for name, index in chosen.items()}
-                target = pattern.name({**found.values, **values})
+                target = pattern.name({**found.values, **{n: str(i) for n, i in chosen.items()}})
                 if target_shapes.setdefault(target, shape) != shape:
                     raise ExpressionError(
                         f"{target} would have shape {list(target_shapes[target])} by some tensors "
