@@ -1,29 +1,25 @@
-"""Opens a stored checkpoint on all ranks, with as many requests as one rank would make.
+"""Opens a stored checkpoint on all ranks: rank 0 reads its metadata and broadcasts the bytes.
 
-Rank 0 reads the manifest, what says which tensors there are, and the listings if they are small; it
-hands on the bytes. A listing of a large checkpoint is read by one rank, which follows from its
-number, and handed on to those that need it. Whoever gets bytes checks them against the manifest, as
-if it had read them.
+These are the manifest, the tensors, the documents, and the listings up to `_LISTINGS_NBYTES` in
+all. Beyond that each rank reads the listings that it needs by itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepstep.checkpoint.errors import CheckpointDamaged
-from keepstep.checkpoint.format.layout.boxes import Box
-from keepstep.checkpoint.format.stored.metadata import PARALLEL_READS, StoredMetadata
+from keepstep.checkpoint.format.stored.metadata import StoredMetadata
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps, missing, newest
 from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 
-_LISTINGS_NBYTES = 2**20
-"""All ranks get all listings at once if these have so many bytes at most: it saves messages."""
+_LISTINGS_NBYTES = 16 * 2**20
+"""All ranks get all listings at once if these have so many bytes at most."""
 
 
 def open_together(
@@ -145,65 +141,3 @@ def _decode(message: Sequence[memoryview]) -> StoredMetadata:
     step, generation, names = json.loads(head)
     objects = dict(zip(names, contents, strict=True))
     return StoredMetadata(StoredStep(step, generation), manifest, objects)
-
-
-class SharedListings:
-    """Listings of a checkpoint, each read by one rank, which keeps it to hand it on again.
-
-    Args:
-        source: the checkpoint, the same one on all ranks.
-        group: the ranks.
-    """
-
-    def __init__(self, source: StoredCheckpoint, group: ControlGroup) -> None:
-        self._source = source
-        self._group = group
-        self._entries = {
-            number: entry
-            for entry in source.manifest.objects
-            if (number := entry.part_number) is not None
-        }
-        self._read: dict[int, bytes] = {}
-
-    def get(self, boxes: Callable[[], Sequence[tuple[str, Box]]]) -> None:
-        """Give the checkpoint what its `locate` needs for these boxes of tensors.
-
-        Args:
-            boxes: returns the boxes that this rank is going to locate; if it fails on one rank,
-                all ranks raise.
-
-        Raises:
-            CheckpointDamaged: a listing is not what was written; on all ranks.
-            CheckpointError: a rank could not read one; on all ranks.
-        """
-        group = self._group
-        missing, are_missing = group.run_and_share(
-            lambda: self._source.missing_listings(boxes()), lambda own: bool(own) or None
-        )
-        if not any(are_missing):
-            return
-        by_reader: list[list[int]] = [[] for _ in range(group.size)]
-        for number in missing:
-            by_reader[number % group.size].append(number)
-        asked = group.all_to_all(
-            lambda: {reader: json.dumps(own).encode() for reader, own in enumerate(by_reader)}
-        )
-        answers = group.all_to_all(lambda: dict(enumerate(self._answers(asked))))
-        group.run_on_all_ranks(lambda: self._hold(by_reader, answers))
-
-    def _answers(self, asked: Sequence[memoryview]) -> list[bytes]:
-        """Read what the ranks have asked this one for; return the bytes for each of them."""
-        by_rank: list[list[int]] = [json.loads(bytes(numbers)) for numbers in asked]
-        wanted = sorted({n for numbers in by_rank for n in numbers} - self._read.keys())
-        with ThreadPoolExecutor(PARALLEL_READS) as pool:
-            contents = pool.map(lambda n: self._source.verified(self._entries[n].name), wanted)
-            self._read.update(zip(wanted, contents, strict=True))
-        return [b"".join(self._read[n] for n in numbers) for numbers in by_rank]
-
-    def _hold(self, by_reader: Sequence[Sequence[int]], answers: Sequence[memoryview]) -> None:
-        for numbers, answer in zip(by_reader, answers, strict=True):
-            start = 0
-            for number in numbers:
-                entry = self._entries[number]
-                self._source.hold(entry, bytes(answer[start : start + entry.nbytes]))
-                start += entry.nbytes

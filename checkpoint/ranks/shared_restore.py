@@ -47,7 +47,6 @@ from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.urls import parse_url
 from keepstep.checkpoint.live.fills import Bytes, Fill, fill
 from keepstep.checkpoint.ranks.control_group import ControlGroup
-from keepstep.checkpoint.ranks.shared_metadata import SharedListings
 
 _BATCH_NBYTES = 128 * 2**20
 _MESSAGE_NBYTES = 64 * 2**20
@@ -116,7 +115,12 @@ def fill_together(
 
 def _wants(fills: Sequence[Fill], source: StoredCheckpoint) -> Iterator[Want]:
     """Yield what this rank wants of each unit; a want's number is its position in `fills`."""
-    source.locate(_packed_boxes(fills, source))
+    # Only a listing says in which objects packed tensors lie.
+    source.locate(
+        (item.tensor.key, item.box)
+        for item in fills
+        if item.box is not None and source.stored_tensors[item.tensor.key].is_packed
+    )
     for number, item in enumerate(fills):
         if item.box is None:
             continue
@@ -124,15 +128,6 @@ def _wants(fills: Sequence[Fill], source: StoredCheckpoint) -> Iterator[Want]:
             wanted = unit.box.intersect(item.box)
             if wanted is not None:
                 yield Want(unit, number, wanted)
-
-
-def _packed_boxes(fills: Sequence[Fill], source: StoredCheckpoint) -> list[tuple[str, Box]]:
-    """Return the boxes of tensors of which only a listing tells in which objects they lie."""
-    return [
-        (item.tensor.key, item.box)
-        for item in fills
-        if item.box is not None and source.stored_tensors[item.tensor.key].is_packed
-    ]
 
 
 def _units(key: str, box: Box, source: StoredCheckpoint) -> Iterator[ReadUnit]:
@@ -294,27 +289,16 @@ class _Participant:
 
         If a rank fails, all of them raise before anything of tensors is read.
         """
-        listings = None if self._source.has_listings else SharedListings(self._source, self._group)
-
-        def packed_boxes() -> list[tuple[str, Box]]:
-            self._fills = plan()
-            self._missing = [item.box.size if item.box else 0 for item in self._fills]
-            return _packed_boxes(self._fills, self._source)
 
         def want_messages() -> list[bytes]:
-            if listings is None:
-                packed_boxes()
+            self._fills = plan()
+            self._missing = [item.box.size if item.box else 0 for item in self._fills]
             return self._want_messages()
 
-        if listings is not None:
-            listings.get(packed_boxes)
         wants = self._group.all_to_all(lambda: dict(enumerate(want_messages())))
-        tasks = self._group.all_to_all(
+        return self._group.all_to_all(
             lambda: dict(enumerate(self._task_messages(self._groups(wants))))
         )
-        if listings is not None:
-            listings.get(lambda: [(task.unit.key, task.unit.box) for task in _tasks(tasks)])
-        return tasks
 
     def _want_messages(self) -> list[bytes]:
         """Return the messages with what this rank wants, for each planner.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from keepstep.checkpoint.errors import CheckpointDamaged
@@ -25,7 +25,6 @@ class PartListings:
         chunk_parts: for a tensor the number of the listing that has its chunks, or the number for
             each of them; none for a tensor without elements.
         read: reads a listing.
-        is_held: whether it is in memory, so that reading it takes no thread of its own.
     """
 
     def __init__(
@@ -34,13 +33,11 @@ class PartListings:
         names: Mapping[int, str],
         chunk_parts: Mapping[str, int | tuple[int, ...]],
         read: Callable[[str], tuple[DataObject, ...]],
-        is_held: Callable[[str], bool],
     ) -> None:
         self._index = index
         self._names = names
         self._chunk_parts = chunk_parts
         self._read = read
-        self._is_held = is_held
         self._lock = threading.Lock()
         self._added: set[int] = set()
 
@@ -55,17 +52,13 @@ class PartListings:
         Raises:
             CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
         """
-        index = self.index_of(self.numbers_for(boxes))
+        index = self.index_of(self._numbers_for(boxes))
         for key in {key for key, _ in boxes}:
             if isinstance(self._chunk_parts.get(key), int):
                 index.check_listed(key)
         return index
 
-    def missing_for(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
-        """Return the numbers of the listings that `index_for` would read. Raises as it does."""
-        return self._missing(self.numbers_for(boxes))
-
-    def numbers_for(self, boxes: Sequence[tuple[str, Box]]) -> Collection[int]:
+    def _numbers_for(self, boxes: Sequence[tuple[str, Box]]) -> Collection[int]:
         """Return the numbers of the listings that have the chunks that overlap these boxes.
 
         Raises:
@@ -95,27 +88,17 @@ class PartListings:
             CheckpointDamaged: a listing is missing, or is not what was written.
         """
         with self._lock:
-            missing = self._missing(numbers)
+            missing = sorted(set(numbers) - self._added)
             if not missing:
                 return self._index
-            names = [self._names[number] for number in missing]
-            if all(map(self._is_held, names)):
-                self._add(missing, map(self._read, names))
-                return self._index
+            if unknown := [number for number in missing if number not in self._names]:
+                raise CheckpointDamaged(
+                    f"{self._index.where}{CHUNKS} names part {unknown[0]}, which the manifest does "
+                    "not have; load an older step"
+                )
             with ThreadPoolExecutor(PARALLEL_READS) as pool:
-                self._add(missing, pool.map(self._read, names))
+                listings = pool.map(self._read, [self._names[number] for number in missing])
+                for number, objects in zip(missing, listings, strict=True):
+                    self._index.add(objects)
+                    self._added.add(number)
             return self._index
-
-    def _add(self, numbers: Sequence[int], listings: Iterable[tuple[DataObject, ...]]) -> None:
-        for number, objects in zip(numbers, listings, strict=True):
-            self._index.add(objects)
-            self._added.add(number)
-
-    def _missing(self, numbers: Collection[int]) -> list[int]:
-        missing = sorted(set(numbers) - self._added)
-        if unknown := [number for number in missing if number not in self._names]:
-            raise CheckpointDamaged(
-                f"{self._index.where}{CHUNKS} names part {unknown[0]}, which the manifest does "
-                "not have; load an older step"
-            )
-        return missing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,10 +36,9 @@ from keepstep.checkpoint.format.stored.listings import (
     decode_chunk_parts,
     decode_part,
 )
-from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.format.stored.manifest import Manifest
 from keepstep.checkpoint.format.stored.metadata import (
     StoredMetadata,
-    check_content,
     decode_manifest,
     read_verified,
 )
@@ -64,8 +63,6 @@ class StoredCheckpoint:
     manifest: Manifest
     stored_tensors: Mapping[str, StoredTensor]
     documents: Mapping[str, Json]
-    has_listings: bool = False
-    """Whether all listings came with the metadata, as on all ranks that have the same."""
     _read_record: ReadRecord = field(default_factory=ReadRecord, compare=False, repr=False)
     _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
@@ -124,7 +121,6 @@ class StoredCheckpoint:
             manifest=manifest,
             stored_tensors=tensors,
             documents=documents,
-            has_listings=metadata.objects.keys() >= set(manifest.part_names().values()),
             _held={
                 name: data
                 for name, data in metadata.objects.items()
@@ -195,7 +191,7 @@ class StoredCheckpoint:
         """
         return self._listings.index_of(self._listings.numbers)
 
-    def locate(self, boxes: Sequence[tuple[str, Box]]) -> CellIndex:
+    def locate(self, boxes: Iterable[tuple[str, Box]]) -> CellIndex:
         """Return an index that finds the cells of these boxes of tensors.
 
         It reads the listings that it needs and that were not read before.
@@ -206,26 +202,6 @@ class StoredCheckpoint:
         stored = [(self._stored_key(key), box) for key, box in boxes]
         return self._listings.index_for(stored)
 
-    def missing_listings(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
-        """Return the numbers of the listings that `locate` would read. Raises as it does."""
-        stored = [(self._stored_key(key), box) for key, box in boxes]
-        missing = self._listings.missing_for(stored)
-        names = self.manifest.part_names()
-        return [number for number in missing if names[number] not in self._held]
-
-    def hold(self, entry: StoredObject, content: bytes) -> None:
-        """Take a listing that another rank has read, so that it is not read here when needed.
-
-        Args:
-            entry: its entry in the manifest.
-            content: what the other rank has read.
-
-        Raises:
-            CheckpointDamaged: they do not match.
-        """
-        check_content(self._location(entry.name), entry, content)
-        self._held[entry.name] = content
-
     @cached_property
     def _listings(self) -> PartListings:
         index = CellIndex(self._tensors_as_stored, self._location(""))
@@ -234,7 +210,6 @@ class StoredCheckpoint:
             self.manifest.part_names(),
             decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS)),
             self._read_part,
-            lambda name: name in self._held,
         )
 
     @cached_property

@@ -93,7 +93,6 @@ def listings_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     return nbytes
 
 
-@pytest.mark.usefixtures("listings_nbytes")
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_each_object_is_read_once_by_all_ranks_together(
     storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, count: int
@@ -103,6 +102,16 @@ def test_each_object_is_read_once_by_all_ranks_together(
     names = ["manifest.json", "zarr.json", "documents.json", "chunks.json"]
     listings = [f"{writer:06d}.json" for writer in range(4)]
     assert leaves == Counter([*names, *listings])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_large_listings_are_read_by_the_ranks_that_need_them(
+    storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(shared_metadata, "_LISTINGS_NBYTES", 0)
+    assert all(isinstance(result, RestoreTraffic) for result in load_all(count, storage))
+    assert {reads for name, reads in storage.reads.items() if "/parts/" in name} == {count}
+    assert sum("/parts/" in name for name in storage.reads) == 4
 
 
 def test_a_checkpoint_that_is_missing_is_so_for_all_ranks(
@@ -145,15 +154,15 @@ def test_a_listing_that_nobody_needs_may_be_damaged(
     assert all(isinstance(result, RestoreTraffic) for result in ranks.run(load))
 
 
-@pytest.mark.usefixtures("listings_nbytes")
-@pytest.mark.parametrize(("failing", "rank"), [("zarr.json", 0), ("parts/000002.json", 2)])
-def test_storage_that_fails_for_the_rank_that_reads_fails_the_load_of_all(
-    storage: CountingStorage, monkeypatch: pytest.MonkeyPatch, failing: str, rank: int
-) -> None:
-    storage.failing = failing
+def test_storage_that_fails_for_rank_0_fails_the_load_of_all(storage: CountingStorage) -> None:
+    storage.failing = "zarr.json"
     results = load_all(3, storage)
-    expected = [RankFailed] * 3
-    assert [type(result) for result in results] == [
-        CheckpointError if number == rank else error for number, error in enumerate(expected)
-    ]
-    assert str(results[1]) == f"rank {rank}: the storage does not answer"
+    assert [type(result) for result in results] == [CheckpointError, RankFailed, RankFailed]
+    assert str(results[1]) == "rank 0: the storage does not answer"
+
+
+@pytest.mark.usefixtures("listings_nbytes")
+def test_a_listing_that_cannot_be_read_fails_the_load_of_all(storage: CountingStorage) -> None:
+    storage.failing = "parts/000002.json"
+    results = load_all(3, storage)
+    assert [str(result) for result in results] == ["the storage does not answer"] * 3
