@@ -9,15 +9,16 @@ that their writers do not hold (`exchange_pieces`).
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from msgspec.msgpack import decode, encode
+
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json
 from keepstep.checkpoint.format.layout.documents import (
     PROVENANCE,
     document_digests,
@@ -30,6 +31,7 @@ from keepstep.checkpoint.format.stored.chunking import (
 )
 from keepstep.checkpoint.format.stored.piece_rounds import (
     Pieces,
+    Request,
     Round,
     requests_of,
     rounds_of,
@@ -57,6 +59,9 @@ Signature = tuple[tuple[object, ...], ...]
 
 A box has a key, a data type, a global shape and its place in that.
 """
+
+_Share = tuple[WriterPlan | None, TensorPlan | None]
+"""A planner's answer to a rank: what it writes, and for rank 0 also the tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -247,36 +252,39 @@ def _plan(
     """Plan together what each rank writes, and which pieces it gets from which rank."""
     planners = planner_count(group.size)
 
-    def boxes_for_planners() -> dict[int, Json]:
+    def boxes_for_planners() -> dict[int, list[Entry]]:
         split = entries_by_planner([tensor.entry() for tensor in held], planners)
         return {planner_rank(number): part for number, part in enumerate(split)}
 
-    boxes = _exchange_json(boxes_for_planners, group)
+    boxes = _exchange(boxes_for_planners, group)
 
-    def plan_own_share() -> dict[int, Json]:
+    def plan_own_share() -> dict[int, _Share]:
         number, is_planner = divmod(group.rank, planner_rank(1))
         if is_planner != 0:
             return {}
-        held_boxes = [_decode(boxes[holder]) for holder in range(group.size)]
+        held_boxes = [decode(boxes[holder], type=list[Entry]) for holder in range(group.size)]
         plans, tensors = plan_share(held_boxes, number, compression)
-        answers = {writer: [plan.to_json(), None] for writer, plan in plans.items()}
-        answers[0] = [answers.get(0, [None])[0], tensors.to_json()]
+        answers: dict[int, _Share] = {writer: (plan, None) for writer, plan in plans.items()}
+        answers[0] = plans.get(0), tensors
         return answers
 
-    answers = _exchange_json(plan_own_share, group)
+    answers = _exchange(plan_own_share, group)
     merged: list[tuple[WriterPlan, TensorPlan, Pieces]] = []
 
-    def ask_for_pieces() -> dict[int, Json]:
-        own, tensors, wanted = _merged([_decode(answer) for answer in answers.values()])
+    def ask_for_pieces() -> dict[int, tuple[int, list[Request]]]:
+        own, tensors, wanted = _merged([decode(answer, type=_Share) for answer in answers.values()])
         merged.append((own, tensors, wanted))
         requests = requests_of(wanted)
-        return {peer: [len(wanted), requests.get(peer, [])] for peer in range(group.size)}
+        return {peer: (len(wanted), requests.get(peer, [])) for peer in range(group.size)}
 
-    asked = _exchange_json(ask_for_pieces, group)
+    asked = _exchange(ask_for_pieces, group)
     ((own, tensors, wanted),) = merged
 
     def plan_rounds() -> SharedPlan:
-        counts, requests = zip(*(_decode(asked[peer]) for peer in range(group.size)), strict=True)
+        messages = [
+            decode(asked[peer], type=tuple[int, list[Request]]) for peer in range(group.size)
+        ]
+        counts, requests = zip(*messages, strict=True)
         entries = [tensor.entry() for tensor in held]
         return SharedPlan(
             name=name,
@@ -291,12 +299,10 @@ def _plan(
     return group.run_on_all_ranks(plan_rounds)
 
 
-def _merged(shares: Sequence[Json]) -> tuple[WriterPlan, TensorPlan, Pieces]:
+def _merged(shares: Sequence[_Share]) -> tuple[WriterPlan, TensorPlan, Pieces]:
     """Return the answers of all planners as one: what this rank writes, all tensors, its pieces."""
-    own = merged_writer_plan(WriterPlan.from_json(plan) for plan, _ in shares if plan is not None)
-    tensors = merged_tensor_plan(
-        TensorPlan.from_json(tensors) for _, tensors in shares if tensors is not None
-    )
+    own = merged_writer_plan(plan for plan, _ in shares if plan is not None)
+    tensors = merged_tensor_plan(tensors for _, tensors in shares if tensors is not None)
     # Each planner has seen its own tensors only.
     check_storable(tensors.tensors)
     return own, tensors, wanted_by_round(own)
@@ -319,12 +325,8 @@ def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     return bytes_of(part).numpy().reshape(*box.shape, part.element_size())
 
 
-def _decode(message: memoryview) -> Json:
-    return json.loads(bytes(message))
-
-
-def _exchange_json(
-    messages: Callable[[], Mapping[int, Json]], group: ControlGroup
+def _exchange(
+    messages: Callable[[], Mapping[int, object]], group: ControlGroup
 ) -> dict[int, memoryview]:
     """Send each rank its message, if there is one; return the messages to this rank, by sender.
 
@@ -333,9 +335,9 @@ def _exchange_json(
         group: the ranks.
 
     Returns:
-        The messages as JSON, not decoded.
+        The messages in MessagePack, not decoded.
     """
     received = group.all_to_all(
-        lambda: {peer: json.dumps(message).encode() for peer, message in messages().items()}
+        lambda: {peer: encode(message) for peer, message in messages().items()}
     )
     return {peer: data for peer, data in enumerate(received) if data}

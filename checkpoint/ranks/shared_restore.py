@@ -18,16 +18,16 @@ in the next one, which is the last, and all ranks raise.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
-from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.integers import round_up
 from keepstep.checkpoint.format.layout.shared_read_plan import (
@@ -150,15 +150,6 @@ def _small_read_nbytes(url: str) -> int:
     Ranks that want different cells of a unit read their own from there on.
     """
     return 2**16 if parse_url(url).local_path is not None else 2**20
-
-
-def _tasks(messages: Sequence[memoryview]) -> list[ReadTask]:
-    """Return the read tasks that planners have sent to this rank."""
-    return [ReadTask.from_json(item) for data in messages for item in _decode(data)]
-
-
-def _decode(message: memoryview) -> list[Json]:
-    return list(json.loads(bytes(message)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,18 +303,16 @@ class _Participant:
         counts = (len({want.unit.group for want in items}) for items in wants)
         firsts = itertools.accumulate(counts, initial=0)
         return [
-            json.dumps([first, [want.to_json() for want in items]]).encode()
+            msgspec.msgpack.encode((first, items))
             for first, items in zip(firsts, wants, strict=False)
         ]
 
     def _groups(self, wants: Sequence[memoryview]) -> list[ReadGroup]:
         """Return the groups that this rank plans."""
-        messages = [_decode(data) for data in wants]
+        messages = [msgspec.msgpack.decode(data, type=tuple[int, list[Want]]) for data in wants]
         self._first_group = max(first for first, _ in messages)
         wants_by_sender = (
-            (sender, Want.from_json(want))
-            for sender, (_, items) in enumerate(messages)
-            for want in items
+            (sender, want) for sender, (_, items) in enumerate(messages) for want in items
         )
         groups = groups_of(wants_by_sender, _small_read_nbytes(self._source.storage.url))
         self._tensor_nbytes = sum(group.nbytes for group in groups)
@@ -332,17 +321,18 @@ class _Participant:
     def _task_messages(self, groups: Sequence[ReadGroup]) -> list[bytes]:
         """Return the messages with what is to be read, for each reader."""
         tasks_by_reader = assign_readers(groups, self._world_size, self._first_group)
-        return [
-            json.dumps([task.to_json() for task in tasks]).encode() for tasks in tasks_by_reader
-        ]
+        return [msgspec.msgpack.encode(tasks) for tasks in tasks_by_reader]
 
     def _prepare(self, tasks: Sequence[memoryview]) -> None:
         """Note what this rank reads, and make its tensors and memory ready for it."""
         is_cuda = any(item.tensor.data.is_cuda for item in self._fills)
         self._staging.is_pinned = self._receiving.is_pinned = is_cuda
-        self._batches.extend(
-            _batches([_Read.of(task, self._fills, self._rank) for task in _tasks(tasks)])
+        reads = (
+            _Read.of(task, self._fills, self._rank)
+            for message in tasks
+            for task in msgspec.msgpack.decode(message, type=list[ReadTask])
         )
+        self._batches.extend(_batches(reads))
         for item in self._fills:
             item.zero_rest()
         self._receiving.of_size(_UNASKED_NBYTES)
@@ -559,7 +549,7 @@ def _header_nbytes(pieces: Sequence[_Piece]) -> int:
     return round_up(8 * (1 + numbers), _ALIGNMENT) if pieces else 0
 
 
-def _batches(reads: Sequence[_Read]) -> Iterator[list[_Read]]:
+def _batches(reads: Iterable[_Read]) -> Iterator[list[_Read]]:
     """Yield the reads in batches whose buffers have about `_BATCH_NBYTES`."""
     batch: list[_Read] = []
     nbytes = 0

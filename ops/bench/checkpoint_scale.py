@@ -42,6 +42,7 @@ from typing import Any
 import click
 import crc32c
 import torch
+from msgspec import msgpack
 from rich.console import Console
 from rich.table import Table
 
@@ -173,7 +174,7 @@ class CountingStorage:
 class Planned:
     """One planner's results: each writer's chunks, without the pieces; time and messages."""
 
-    tensors: Any
+    tensors: TensorPlan
     chunks: dict[int, list[tuple[str, tuple[int, ...]]]]
     seconds: float
     nbytes: int
@@ -183,16 +184,17 @@ def plan(work: tuple[Model, int, int, Sequence[str]]) -> Planned:
     """Do one planner's work: from the messages of all ranks to the messages to all writers."""
     model, ranks, planner, keys = work
     received = [
-        json.dumps(entries_by_planner(model.entries(rank, ranks, keys), 1)[0])
+        msgpack.encode(entries_by_planner(model.entries(rank, ranks, keys), 1)[0])
         for rank in range(ranks)
     ]
     begun_s = time.process_time()
-    plans, tensors = plan_share([json.loads(message) for message in received], planner)
-    sent = [json.dumps(plan.to_json()) for plan in plans.values()]
-    sent.append(json.dumps(tensors.to_json()))
+    held = [msgpack.decode(message, type=list[Entry]) for message in received]
+    plans, tensors = plan_share(held, planner)
+    sent = [msgpack.encode(plan) for plan in plans.values()]
+    sent.append(msgpack.encode(tensors))
     seconds = time.process_time() - begun_s
     return Planned(
-        tensors.to_json(),
+        tensors,
         {
             writer: [(chunk.key, chunk.place) for chunk in plan.chunks]
             for writer, plan in plans.items()
@@ -209,7 +211,7 @@ def own_work_s(model: Model, ranks: int) -> tuple[float, float]:
         entries = tuple(model.entries(rank, ranks))
         begun_s = time.process_time()
         for part in entries_by_planner(entries, planner_count(ranks)):
-            json.dumps(part)
+            msgpack.encode(part)
         planning.append(time.process_time() - begun_s)
         answer = json.dumps([uuid.uuid4().hex, uuid.uuid4().hex, {"values": "0" * 32}, None])
         tensors = [
@@ -270,7 +272,7 @@ def measure(model: Model, ranks: int, url: str, console: Console) -> Result:
             planned.append(result)
             if number % 100 == 0:
                 console.print(f"{ranks} ranks: planner {number} of {planners}")
-    tensors = merged_tensor_plan(TensorPlan.from_json(result.tensors) for result in planned)
+    tensors = merged_tensor_plan(result.tensors for result in planned)
     by_writer: dict[int, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for result in planned:
         for writer, chunks in result.chunks.items():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keepstep.checkpoint.format.layout.boxes import Box, Json
+from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.integers import ceil_div
 
 UNIT_NBYTES = 8 * 2**20
@@ -44,16 +44,6 @@ class ReadUnit:
     cell: tuple[int, ...]
     itemsize: int
 
-    def to_json(self) -> Json:
-        """Return the unit as a JSON list."""
-        return [self.group, self.key, *_box_to_json(self.box), list(self.cell), self.itemsize]
-
-    @classmethod
-    def from_json(cls, data: Json) -> ReadUnit:
-        """Parse what `to_json` returned."""
-        group, key, offset, shape, cell, itemsize = data
-        return cls(group, key, _box_from_json(offset, shape), tuple(cell), itemsize)
-
 
 @dataclass(frozen=True, slots=True)
 class Want:
@@ -62,16 +52,6 @@ class Want:
     unit: ReadUnit
     number: int
     box: Box
-
-    def to_json(self) -> Json:
-        """Return the want as a JSON list."""
-        return [self.unit.to_json(), self.number, *_box_to_json(self.box)]
-
-    @classmethod
-    def from_json(cls, data: Json) -> Want:
-        """Parse what `to_json` returned."""
-        unit, number, offset, shape = data
-        return cls(ReadUnit.from_json(unit), number, _box_from_json(offset, shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +74,6 @@ class ReadTask:
     def wanted_nbytes(self) -> int:
         """Bytes of the unit's elements that at least one rank wants."""
         return distinct_size([item.box for item in self.deliveries]) * self.unit.itemsize
-
-    def to_json(self) -> Json:
-        """Return the task as a JSON list."""
-        deliveries = [[item.rank, item.number, *_box_to_json(item.box)] for item in self.deliveries]
-        return [self.unit.to_json(), deliveries]
-
-    @classmethod
-    def from_json(cls, data: Json) -> ReadTask:
-        """Parse what `to_json` returned."""
-        unit, deliveries = data
-        return cls(
-            ReadUnit.from_json(unit),
-            tuple(
-                Delivery(rank, number, _box_from_json(offset, shape))
-                for rank, number, offset, shape in deliveries
-            ),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +278,3 @@ def distinct_size(boxes: Sequence[Box]) -> int:
         ] = True
     sizes = functools.reduce(np.multiply.outer, [np.diff(edge) for edge in edges])
     return int(sizes[covered].sum())
-
-
-def _box_to_json(box: Box) -> tuple[Json, Json]:
-    return list(box.offset), list(box.shape)
-
-
-def _box_from_json(offset: Json, shape: Json) -> Box:
-    return Box(tuple(offset), tuple(shape))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json
+from keepstep.checkpoint.format.layout.boxes import Box, Entry
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.stored.chunking import PlannedChunk
 from keepstep.checkpoint.format.stored.shared_plan import WriterPlan
@@ -21,6 +21,9 @@ ROUND_NBYTES = 64 * 2**20
 
 Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
 """For each round, the pieces that a rank wants, by the rank that holds them."""
+
+Request = tuple[int, str, Box]
+"""The number of a round, the key of a tensor, and a box of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +69,18 @@ def wanted_by_round(own: WriterPlan) -> Pieces:
     return wanted
 
 
-def requests_of(wanted: Pieces) -> dict[int, Json]:
-    """Return the messages that ask holders for pieces, as JSON, by the holder's rank."""
-    requests: dict[int, Json] = defaultdict(list)
+def requests_of(wanted: Pieces) -> dict[int, list[Request]]:
+    """Return the requests for pieces, by the rank that holds them."""
+    requests: dict[int, list[Request]] = defaultdict(list)
     for number, pieces_of_round in enumerate(wanted):
         for holder, pieces in pieces_of_round.items():
-            requests[holder] += [
-                [number, chunk.key, list(box.offset), list(box.shape)] for chunk, box in pieces
-            ]
+            requests[holder] += [(number, chunk.key, box) for chunk, box in pieces]
     return requests
 
 
 def rounds_of(
     wanted: Pieces,
-    requests: Mapping[int, Json],
+    requests: Mapping[int, Sequence[Request]],
     count: int,
     own: WriterPlan,
     held: Sequence[Entry],
@@ -97,8 +98,8 @@ def rounds_of(
     """
     asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
     for asker, request in requests.items():
-        for number, key, offset, shape in request:
-            asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
+        for number, key, box in request:
+            asked[number][asker].append((key, box))
     positions: dict[str, list[int]] = defaultdict(list)
     for position, entry in enumerate(held):
         positions[entry.key].append(position)

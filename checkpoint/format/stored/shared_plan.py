@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import crc32c
 
-from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.format.layout.boxes import Entry, ShardIndex
 from keepstep.checkpoint.format.layout.integers import ceil_div
 from keepstep.checkpoint.format.stored.chunking import (
     ChunkPlan,
     Compression,
-    Piece,
     PlannedChunk,
     StoredTensor,
-    chunk_at,
     plan_chunks,
 )
 
@@ -43,40 +39,6 @@ class WriterPlan:
         """The plan of this one writer, whose position in it is 0."""
         return ChunkPlan(self.tensors, (self.chunks,))
 
-    def to_json(self) -> Json:
-        """Return the plan as JSON, without what follows from a chunk's place."""
-        return [
-            {key: _tensor_to_json(tensor) for key, tensor in self.tensors.items()},
-            [
-                [
-                    chunk.key,
-                    list(chunk.place),
-                    [[p.holder, list(p.box.offset), list(p.box.shape)] for p in chunk.pieces],
-                ]
-                for chunk in self.chunks
-            ],
-        ]
-
-    @classmethod
-    def from_json(cls, data: Json) -> WriterPlan:
-        """Parse what `to_json` returned."""
-        tensors = {key: _tensor_from_json(tensor) for key, tensor in data[0].items()}
-        chunks = []
-        for key, place, pieces in data[1]:
-            chunk = chunk_at(key, tensors[key], tuple(place))
-            chunks.append(
-                PlannedChunk(
-                    key,
-                    chunk.place,
-                    chunk.box,
-                    tuple(
-                        Piece(holder, Box(tuple(offset), tuple(shape)))
-                        for holder, offset, shape in pieces
-                    ),
-                )
-            )
-        return cls(tensors, tuple(chunks))
-
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
@@ -84,18 +46,6 @@ class TensorPlan:
 
     tensors: Mapping[str, StoredTensor]
     writers: Mapping[str, Sequence[int]]
-
-    def to_json(self) -> Json:
-        """Return the plan as JSON."""
-        return [
-            {key: _tensor_to_json(tensor) for key, tensor in self.tensors.items()},
-            {key: list(writers) for key, writers in self.writers.items()},
-        ]
-
-    @classmethod
-    def from_json(cls, data: Json) -> TensorPlan:
-        """Parse what `to_json` returned."""
-        return cls({key: _tensor_from_json(tensor) for key, tensor in data[0].items()}, data[1])
 
 
 def planner_count(ranks: int) -> int:
@@ -108,24 +58,16 @@ def planner_rank(planner: int) -> int:
     return planner * _RANKS_PER_PLANNER
 
 
-def entries_by_planner(entries: Iterable[Entry], planners: int) -> list[Json]:
-    """Return, for each planner, this rank's boxes of the tensors that fall to it, as JSON."""
-    split: list[list[Json]] = [[] for _ in range(planners)]
+def entries_by_planner(entries: Iterable[Entry], planners: int) -> list[list[Entry]]:
+    """Return, for each planner, this rank's boxes of the tensors that fall to it."""
+    split: list[list[Entry]] = [[] for _ in range(planners)]
     for entry in entries:
-        split[crc32c.crc32c(entry.key.encode()) % planners].append(
-            [
-                entry.key,
-                entry.dtype,
-                list(entry.global_shape),
-                list(entry.box.offset),
-                list(entry.box.shape),
-            ]
-        )
+        split[crc32c.crc32c(entry.key.encode()) % planners].append(entry)
     return split
 
 
 def plan_share(
-    entries_by_rank: Sequence[Json], planner: int, compression: Compression | None = None
+    entries_by_rank: Sequence[Sequence[Entry]], planner: int, compression: Compression | None = None
 ) -> tuple[dict[int, WriterPlan], TensorPlan]:
     """Plan the tensors that fall to one planner.
 
@@ -141,9 +83,7 @@ def plan_share(
     Raises:
         LayoutMismatch: as `plan_chunks`.
     """
-    indexes = [
-        ShardIndex(0, tuple(map(_entry_from_json, entries)), {}) for entries in entries_by_rank
-    ]
+    indexes = [ShardIndex(0, tuple(entries), {}) for entries in entries_by_rank]
     plan = plan_chunks(indexes, first_writer=planner_rank(planner), compression=compression)
     plans: dict[int, WriterPlan] = {}
     for writer, chunks in enumerate(plan.chunks):
@@ -171,41 +111,3 @@ def merged_tensor_plan(plans: Iterable[TensorPlan]) -> TensorPlan:
         tensors |= plan.tensors
         writers |= plan.writers
     return TensorPlan(tensors, writers)
-
-
-def _tensor_to_json(tensor: StoredTensor) -> Json:
-    return [
-        tensor.dtype,
-        list(tensor.shape),
-        list(tensor.chunk),
-        list(tensor.cell),
-        tensor.is_packed,
-        dict(tensor.attributes),
-        tensor.compression,
-    ]
-
-
-def _tensor_from_json(data: Json) -> StoredTensor:
-    dtype, shape, chunk, cell, is_packed, attributes, compression = data
-    return StoredTensor(
-        dtype=dtype,
-        shape=tuple(shape),
-        chunk=tuple(chunk),
-        cell=tuple(cell),
-        is_packed=is_packed,
-        attributes=attributes,
-        compression=compression,
-    )
-
-
-def _entry_from_json(data: Any) -> Entry:
-    key, dtype, global_shape, offset, shape = data
-    box = Box(tuple(offset), tuple(shape))
-    return Entry(
-        key=key,
-        dtype=dtype,
-        global_shape=tuple(global_shape),
-        box=box,
-        byte_offset=0,
-        nbytes=box.size * numpy_dtype(dtype).itemsize,
-    )

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
+from msgspec.msgpack import decode, encode
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Entry, Json, ShardIndex
@@ -36,7 +36,6 @@ from keepstep.checkpoint.format.layout.documents import (
 )
 from keepstep.checkpoint.format.stored.chunking import (
     ChunkPlan,
-    Compression,
     StoredTensor,
     check_storable,
 )
@@ -51,24 +50,41 @@ from keepstep.checkpoint.format.stored.shared_plan import (
     planner_rank,
 )
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
-from keepstep.checkpoint.snapshot.memory.erasure_group import Count
-from keepstep.checkpoint.snapshot.memory.messages import PersistTask, RankHolder, ReadPlan
+from keepstep.checkpoint.snapshot.memory.messages import (
+    PersistTask,
+    PlanStage,
+    RankHolder,
+    ReadPlan,
+)
 from keepstep.checkpoint.snapshot.server.holder_servers import HolderServers, Stop
 from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
+_Message = TypeVar("_Message")
 
-_Boxes = list[list[list[tuple[str, str, list[Count], list[Count], list[Count]]]]]
-"""For each rank of one holder and each planner of another, what `entries_by_planner` returns."""
+_Shares = list[tuple[dict[int, WriterPlan], TensorPlan]]
+"""For each planner, what `plan_share` returned."""
 
-_BoxesMessage = tuple[msgspec.Raw, list[dict[str, str]]]
-"""`_Boxes`, and each rank's digests of documents."""
 
-_ChunksMessage = tuple[msgspec.Raw, list[list[str]]]
-"""A `WriterPlan` or None for each planner of one holder and each rank of another, and the names of
-each rank's documents that are stored."""
+class _Boxes(msgspec.Struct):
+    """By rank, its boxes for each planner of the receiver, and its documents' digests."""
+
+    boxes: list[list[list[Entry]]]
+    digests: list[dict[str, str]]
+
+
+class _Chunks(msgspec.Struct):
+    """By planner, what the receiver's ranks write; by rank, the documents of it that are stored."""
+
+    plans: list[dict[int, WriterPlan]]
+    documents: list[list[str]]
+
+
+class _Content(msgspec.Struct):
+    """The tensors of the sender's planners; by rank, its stored documents, as JSON."""
+
+    tensors: list[TensorPlan]
+    documents: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,33 +157,6 @@ class _Holders:
         return 0 in self.planners[number]
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
-    """The plans of this node's planners, as JSON.
-
-    Attributes:
-        chunks: for each holder the `WriterPlan` of each of its ranks, by planner.
-        tensors: the `TensorPlan` of each planner.
-    """
-
-    chunks: tuple[bytes, ...]
-    tensors: bytes
-
-
-class _Last(Generic[_Key, _Value]):
-    """Keeps what was last made, and of what: layouts seldom change between checkpoints."""
-
-    def __init__(self) -> None:
-        self._last: tuple[_Key, _Value] | None = None
-
-    def get(self, key: _Key, make: Callable[[], _Value]) -> _Value:
-        """Return what was made of this key, or make it."""
-        if self._last is None or self._last[0] != key:
-            self._last = None
-            self._last = key, make()
-        return self._last[1]
-
-
 class PlanExchange:
     """Plans with other servers, and keeps the plan while the layout is the same. For one thread.
 
@@ -183,9 +172,7 @@ class PlanExchange:
         self._memory = memory
         self._outbox = outbox
         self._servers = HolderServers(outbox, connect)
-        self._boxes: _Last[object, Mapping[int, bytes]] = _Last()
-        self._shares: _Last[object, _Shares] = _Last()
-        self._node_plan: _Last[object, NodePlan] = _Last()
+        self._planned: tuple[object, _Shares] = (None, [])
 
     def plan(self, task: PersistTask, stop: Stop) -> NodePlan:
         """Return what this node's ranks write; other holders get what they need to do the same.
@@ -213,13 +200,10 @@ class PlanExchange:
         holders = _Holders.of(task)
         plans: list[TensorPlan] = []
         documents: dict[int, Mapping[str, Json]] = {}
-        request = ReadPlan(attempt=task.attempt, stage="content", holder=None)
-        messages = self._servers.read_all(task.holders, request, stop)
+        messages = self._read_all(task.attempt, task.holders, "content", None, stop, _Content)
         for holder, message in zip(task.holders, messages, strict=True):
-            with _reading(holder):
-                tensors, own_documents = json.loads(message)
-                plans += map(TensorPlan.from_json, tensors)
-                documents.update(zip(holder.ranks, own_documents, strict=True))
+            plans += message.tensors
+            documents.update(zip(holder.ranks, json.loads(message.documents), strict=True))
         merged = merged_tensor_plan(plans)
         # Each planner has seen its own tensors only.
         check_storable(merged.tensors)
@@ -245,127 +229,108 @@ class PlanExchange:
             {name: index.documents[name] for name in stored}
             for index, stored in zip(indexes, names, strict=True)
         ]
-        self._outbox.post(
-            task.attempt, "content", {None: b"[%b,%b]" % (tensors, _encoded(documents))}
-        )
+        content = _Content(tensors, json.dumps(documents).encode())
+        self._outbox.post(task.attempt, "content", {None: encode(content)})
         return plan
 
     def _post_boxes(
         self, task: PersistTask, holders: _Holders, indexes: Sequence[ShardIndex]
     ) -> None:
-        entries = tuple(index.entries for index in indexes)
-        boxes = self._boxes.get(
-            (holders.planners, entries), lambda: _boxes_by_holder(entries, holders)
-        )
-        digests = _encoded([document_digests(index.documents) for index in indexes])
-        self._outbox.post(
-            task.attempt,
-            "boxes",
-            {
-                number: b"[%b,%b]" % (own, digests if holders.has_first(number) else b"[]")
-                for number, own in boxes.items()
-            },
-        )
+        """Post what this node's ranks hold of the tensors of each holder's planners."""
+        check_storable({entry.key for index in indexes for entry in index.entries})
+        count = sum(map(len, holders.planners))
+        split = [entries_by_planner(index.entries, count) for index in indexes]
+        digests = [document_digests(index.documents) for index in indexes]
+        messages: dict[int | None, bytes] = {}
+        for number in holders.planning:
+            boxes = [[own[planner] for planner in holders.planners[number]] for own in split]
+            messages[number] = encode(_Boxes(boxes, digests if holders.has_first(number) else []))
+        self._outbox.post(task.attempt, "boxes", messages)
 
-    def _plan_shares(self, task: PersistTask, holders: _Holders, own: int, stop: Stop) -> bytes:
-        """Plan the shares of this node's planners, if it has any; return the tensors as JSON."""
-        if not holders.planners[own]:
-            return b"[]"
-        request = ReadPlan(attempt=task.attempt, stage="boxes", holder=own)
-        messages = self._servers.read_all(task.holders, request, stop)
-        held: list[bytes] = []
+    def _plan_shares(
+        self, task: PersistTask, holders: _Holders, own: int, stop: Stop
+    ) -> list[TensorPlan]:
+        """Plan the shares of this node's planners, if it has any; return their tensors."""
+        planners = holders.planners[own]
+        if not planners:
+            return []
+        messages = self._read_all(task.attempt, task.holders, "boxes", own, stop, _Boxes)
+        held: dict[int, list[list[Entry]]] = {}
         digests: dict[int, dict[str, str]] = {}
         for holder, message in zip(task.holders, messages, strict=True):
-            with _reading(holder):
-                boxes, own_digests = msgspec.json.decode(message, type=_BoxesMessage)
-                held.append(bytes(boxes))
-                if holders.has_first(own):
-                    digests.update(zip(holder.ranks, own_digests, strict=True))
-        shares = self._shares.get(
-            (own, task.compression, [holder.ranks for holder in task.holders], held),
-            lambda: _planned(holders, own, held, task.compression),
-        )
+            held.update(zip(holder.ranks, message.boxes, strict=True))
+            if holders.has_first(own):
+                digests.update(zip(holder.ranks, message.digests, strict=True))
+        # Layouts seldom change between checkpoints.
+        layout = (planners, task.compression, held)
+        if self._planned[0] != layout:
+            by_planner = zip(*(held[rank] for rank in holders.ranks), strict=True)
+            self._planned = (
+                layout,
+                [
+                    plan_share(boxes, planner, task.compression)
+                    for planner, boxes in zip(planners, by_planner, strict=True)
+                ],
+            )
+        shares = self._planned[1]
         names = _stored_documents(digests)
-        self._outbox.post(
-            task.attempt,
-            "chunks",
-            {
-                number: b"[%b,%b]" % (chunks, _encoded([names[rank] for rank in holder.ranks]))
-                for number, (holder, chunks) in enumerate(
-                    zip(task.holders, shares.chunks, strict=True)
-                )
-            },
-        )
-        return shares.tensors
+        plans_by_rank = [
+            {holders.ranks[writer]: plan for writer, plan in plans.items()} for plans, _ in shares
+        ]
+        messages_of: dict[int | None, bytes] = {}
+        for number, holder in enumerate(task.holders):
+            chunks = [
+                {rank: plans[rank] for rank in holder.ranks if rank in plans}
+                for plans in plans_by_rank
+            ]
+            messages_of[number] = encode(_Chunks(chunks, [names[rank] for rank in holder.ranks]))
+        self._outbox.post(task.attempt, "chunks", messages_of)
+        return [tensors for _, tensors in shares]
 
     def _read_chunks(
         self, task: PersistTask, holders: _Holders, own: int, stop: Stop
     ) -> tuple[NodePlan, list[list[str]]]:
         """Read from all planners what this node's ranks write, and which documents are stored."""
-        request = ReadPlan(attempt=task.attempt, stage="chunks", holder=own)
         planning = [task.holders[number] for number in holders.planning]
-        messages = self._servers.read_all(planning, request, stop)
-        chunks: list[bytes] = []
+        messages = self._read_all(task.attempt, planning, "chunks", own, stop, _Chunks)
+        shares: dict[int, dict[int, WriterPlan]] = {}
         names: list[list[str]] = []
         for number, message in zip(holders.planning, messages, strict=True):
-            with _reading(task.holders[number]):
-                encoded, stored = msgspec.json.decode(message, type=_ChunksMessage)
-                chunks.append(bytes(encoded))
-                if holders.has_first(number):
-                    names = stored
-        plan = self._node_plan.get(
-            (own, [holder.ranks for holder in task.holders], chunks),
-            lambda: _node_plan(holders, own, chunks),
-        )
-        return plan, names
+            shares.update(zip(holders.planners[number], message.plans, strict=True))
+            if holders.has_first(number):
+                names = message.documents
+        ranks = tuple(sorted(holders.holders[own].ranks))
+        merged = [
+            merged_writer_plan(plans[rank] for _, plans in sorted(shares.items()) if rank in plans)
+            for rank in ranks
+        ]
+        tensors = {key: tensor for plan in merged for key, tensor in plan.tensors.items()}
+        chunks = ChunkPlan(tensors, tuple(plan.chunks for plan in merged))
+        return NodePlan(ranks=holders.ranks, own=ranks, chunks=chunks), names
 
-
-def _boxes_by_holder(entries: Sequence[Sequence[Entry]], holders: _Holders) -> Mapping[int, bytes]:
-    """Return what ranks with these entries hold of the tensors of each holder's planners."""
-    check_storable({entry.key for of_rank in entries for entry in of_rank})
-    count = sum(map(len, holders.planners))
-    split = [entries_by_planner(of_rank, count) for of_rank in entries]
-    return {
-        number: _encoded(
-            [[of_rank[planner] for planner in holders.planners[number]] for of_rank in split]
-        )
-        for number in holders.planning
-    }
-
-
-def _planned(
-    holders: _Holders, own: int, held: Sequence[bytes], compression: Compression | None
-) -> _Shares:
-    """Plan the shares of this node's planners.
-
-    Args:
-        holders: all holders.
-        own: this node's number.
-        held: what each holder's ranks hold of these shares, as `_Boxes`.
-        compression: as for `plan_chunks`.
-    """
-    planners = holders.planners[own]
-    boxes: dict[int, Json] = {}
-    for holder, encoded in zip(holders.holders, held, strict=True):
-        with _reading(holder):
-            decoded = msgspec.json.decode(encoded, type=_Boxes)
-            for rank, of_rank in zip(holder.ranks, decoded, strict=True):
-                boxes[rank] = dict(zip(planners, of_rank, strict=True))
-    shares = [
-        plan_share([boxes[rank][planner] for rank in holders.ranks], planner, compression)
-        for planner in planners
-    ]
-    encoded_plans = [
-        {holders.ranks[writer]: plan.to_json() for writer, plan in plans.items()}
-        for plans, _ in shares
-    ]
-    return _Shares(
-        chunks=tuple(
-            _encoded([[plans.get(rank) for rank in holder.ranks] for plans in encoded_plans])
-            for holder in holders.holders
-        ),
-        tensors=_encoded([tensors.to_json() for _, tensors in shares]),
-    )
+    def _read_all(
+        self,
+        attempt: str,
+        holders: Sequence[RankHolder],
+        stage: PlanStage,
+        own: int | None,
+        stop: Stop,
+        message_type: type[_Message],
+    ) -> list[_Message]:
+        """Return what the servers of these holders have posted for this node."""
+        request = ReadPlan(attempt=attempt, stage=stage, holder=own)
+        messages: list[_Message] = []
+        for holder, message in zip(
+            holders, self._servers.read_all(holders, request, stop), strict=True
+        ):
+            try:
+                messages.append(decode(message, type=message_type))
+            except msgspec.MsgspecError as error:
+                raise SnapshotUnavailable(
+                    f"the snapshot server at {holder.address} sent a plan that cannot be read "
+                    f"({error!r:.200}); run one version of keepstep on all nodes"
+                ) from error
+        return messages
 
 
 def _stored_documents(digests: Mapping[int, Mapping[str, str]]) -> Mapping[int, list[str]]:
@@ -375,45 +340,3 @@ def _stored_documents(digests: Mapping[int, Mapping[str, str]]) -> Mapping[int, 
     for (name, _), position in last_holders([digests[rank] for rank in ranks]).items():
         names[ranks[position]].append(name)
     return names
-
-
-def _node_plan(holders: _Holders, own: int, chunks: Sequence[bytes]) -> NodePlan:
-    """Return what a holder's ranks write, given what the planners have for it."""
-    ranks = holders.holders[own].ranks
-    plans: dict[int, dict[int, WriterPlan]] = {}
-    for number, encoded in zip(holders.planning, chunks, strict=True):
-        with _reading(holders.holders[number]):
-            for planner, share in zip(holders.planners[number], json.loads(encoded), strict=True):
-                plans[planner] = {
-                    rank: WriterPlan.from_json(plan)
-                    for rank, plan in zip(ranks, share, strict=True)
-                    if plan is not None
-                }
-    merged = [
-        merged_writer_plan(share[rank] for _, share in sorted(plans.items()) if rank in share)
-        for rank in sorted(ranks)
-    ]
-    tensors = {key: tensor for plan in merged for key, tensor in plan.tensors.items()}
-    return NodePlan(
-        ranks=holders.ranks,
-        own=tuple(sorted(ranks)),
-        chunks=ChunkPlan(tensors, tuple(plan.chunks for plan in merged)),
-    )
-
-
-@contextmanager
-def _reading(holder: RankHolder) -> Iterator[None]:
-    """Raise SnapshotUnavailable where what a holder's server sent cannot be read."""
-    try:
-        yield
-    except (
-        msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, RecursionError
-    ) as error:  # fmt: skip
-        raise SnapshotUnavailable(
-            f"the snapshot server at {holder.address} sent a plan that cannot be read "
-            f"({error!r:.200}); run one version of keepstep on all nodes"
-        ) from error
-
-
-def _encoded(data: Json) -> bytes:
-    return json.dumps(data, separators=(",", ":")).encode()

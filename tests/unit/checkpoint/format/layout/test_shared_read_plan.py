@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.shared_read_plan import (
@@ -69,10 +69,6 @@ def wanted_units(draw: st.DrawFn) -> tuple[int, list[tuple[int, Want]]]:
     return world_size, wants
 
 
-def as_json(wants: Sequence[tuple[int, Want]]) -> list[tuple[int, Want]]:
-    return [(rank, Want.from_json(json.loads(json.dumps(w.to_json())))) for rank, w in wants]
-
-
 @given(wanted_units(), st.randoms(), st.sampled_from([0, 9, NEVER_SPLIT]))
 def test_every_wanted_element_arrives_once_and_every_cell_has_one_reader(
     case, random, small_nbytes: int
@@ -92,10 +88,10 @@ def test_every_wanted_element_arrives_once_and_every_cell_has_one_reader(
             for row, column in np.ndindex(unit.box.shape):
                 cell = (unit.box.offset[0] + row, (unit.box.offset[1] + column) // CELL[1])
                 assert readers.setdefault((unit.key, *cell), reader) == reader
-        assert [ReadTask.from_json(json.loads(json.dumps(t.to_json()))) for t in found] == found
+        assert msgpack.decode(msgpack.encode(found), type=list[ReadTask]) == found
     assert not any(counts.any() for counts in missing.values())
     # What ranks tell arrives in any order, and as JSON.
-    shuffled = as_json(wants)
+    shuffled = msgpack.decode(msgpack.encode(wants), type=list[tuple[int, Want]])
     random.shuffle(shuffled)
     assert plan(shuffled, world_size, small_nbytes) == tasks
 
