@@ -17,7 +17,6 @@ message for any number of tensors, and a shard's bytes are sufficient to read it
 
 from __future__ import annotations
 
-import json
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from itertools import compress
 import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
-from keepstep.checkpoint.format.layout.boxes import Entry, Json, encode_index
+from keepstep.checkpoint.format.layout.boxes import Entry, Json, encode_boxes, encode_index
 from keepstep.checkpoint.format.layout.integers import round_up
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.live.packing import pack, signature_of, views_over
@@ -51,7 +50,7 @@ class _Layout:
         watched: the tensors whose writes are counted.
         signature: shape and dtype of each tensor's data.
         entries: the tensors' entries in the shard's index.
-        encoded: the entries as JSON.
+        encoded: the size and the entries, by `encode_boxes`.
         nbytes: the size of all tensors, with padding.
     """
 
@@ -60,7 +59,7 @@ class _Layout:
     watched: WatchedTensors
     signature: tuple[tuple[torch.Size, torch.dtype], ...]
     entries: tuple[Entry, ...]
-    encoded: str
+    encoded: bytes
     nbytes: int
 
 
@@ -211,7 +210,7 @@ class Snapshotter:
     def _perform(self, copy: _PendingCopy) -> None:
         self._copies.bind()
         layout = copy.layout
-        index = encode_index(layout.nbytes, layout.encoded, copy.documents)
+        index = encode_index(layout.encoded, copy.documents)
         index_capacity = round_up(len(index), _INDEX_GRANULARITY_NBYTES)
         number, arena = self._client.begin(
             copy.snapshot,
@@ -267,7 +266,7 @@ class Snapshotter:
             watched=WatchedTensors.of(tensors),
             signature=signature_of(tensors),
             entries=entries,
-            encoded=json.dumps([entry.to_json() for entry in entries], separators=(",", ":")),
+            encoded=encode_boxes(nbytes, entries),
             nbytes=nbytes,
         )
         return self._layout, self._layout.sources

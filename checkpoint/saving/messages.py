@@ -7,7 +7,7 @@ The rank asks, one request at a time. `UseBuffer` and `UsePlan` have no reply; `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import msgspec
 
@@ -98,6 +98,6 @@ WriterReply: TypeAlias = Written | Published | Failed
 WRITER_PROTOCOL: Protocol[WriterRequest, WriterReply] = Protocol(
     name="checkpoint writer",
     versions=VersionRange(1, 1),
-    requests=Codec[WriterRequest](UseBuffer, UsePlan, WritePart, Publish),
-    replies=Codec[WriterReply](Written, Published, Failed),
+    requests=Codec[WriterRequest](*get_args(WriterRequest)),
+    replies=Codec[WriterReply](*get_args(WriterReply)),
 )

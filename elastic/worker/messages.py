@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -353,24 +353,8 @@ AgentMessage: TypeAlias = (
 PROTOCOL = Protocol(
     name="worker",
     versions=VersionRange(1, 1),  # One keepstep runs both ends.
-    requests=Codec[WorkerMessage](
-        Warm,
-        Joined,
-        Finishing,
-        Failed,
-        Exiting,
-        RestartRequested,
-        Ready,
-        Restored,
-        Stepped,
-        ReplicasCompared,
-        Drained,
-        Broken,
-        SnapshotIntervalChosen,
-    ),
-    replies=Codec[AgentMessage](
-        ImportModules, Assign, CloseGeneration, AbortOrdered, SnapshotCommitted, Stored, Stop
-    ),
+    requests=Codec[WorkerMessage](*get_args(WorkerMessage)),
+    replies=Codec[AgentMessage](*get_args(AgentMessage)),
 )
 """Spoken over the socket pair; the worker is the client."""
 

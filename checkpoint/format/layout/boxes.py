@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 Json = Any
 """A tree of dict, list, str, int, float, bool and None, which `json` encodes without loss."""
 
@@ -121,31 +123,6 @@ class Entry:
     byte_offset: int
     nbytes: int
 
-    def to_json(self) -> Json:
-        """Return the entry as a JSON list, compact because an index holds thousands."""
-        return [
-            self.key,
-            self.dtype,
-            list(self.global_shape),
-            list(self.box.offset),
-            list(self.box.shape),
-            self.byte_offset,
-            self.nbytes,
-        ]
-
-    @classmethod
-    def from_json(cls, data: Json) -> Entry:
-        """Parse a result of `to_json`."""
-        key, dtype, global_shape, offset, shape, byte_offset, nbytes = data
-        return cls(
-            key=key,
-            dtype=dtype,
-            global_shape=tuple(global_shape),
-            box=Box(tuple(offset), tuple(shape)),
-            byte_offset=byte_offset,
-            nbytes=nbytes,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
@@ -169,6 +146,11 @@ class ShardIndex:
         return {key: tuple(boxes) for key, boxes in entries.items()}
 
 
+class _Boxes(msgspec.Struct):
+    nbytes: int
+    entries: tuple[Entry, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class DecodedIndex:
     """A `ShardIndex` and the text of its boxes, for the one that is decoded after it."""
@@ -177,16 +159,20 @@ class DecodedIndex:
     boxes_text: bytes
 
 
-def encode_index(nbytes: int, encoded_entries: str, documents: Mapping[str, Json]) -> bytes:
+def encode_boxes(nbytes: int, entries: Sequence[Entry]) -> bytes:
+    """Return the first line of an index, which is the same while the layout is."""
+    return msgspec.json.encode(_Boxes(nbytes, tuple(entries)))
+
+
+def encode_index(encoded_boxes: bytes, documents: Mapping[str, Json]) -> bytes:
     """Return a `ShardIndex` as two lines of JSON text: boxes, which seldom change, and documents.
 
     Args:
-        nbytes: size of the buffer.
-        encoded_entries: the entries as a JSON list; the caller reuses it.
+        encoded_boxes: a result of `encode_boxes`.
         documents: as in `ShardIndex`.
     """
     encoded_documents = json.dumps(dict(documents), separators=(",", ":"))
-    return f'{{"nbytes":{nbytes},"entries":{encoded_entries}}}\n{encoded_documents}'.encode()
+    return encoded_boxes + b"\n" + encoded_documents.encode()
 
 
 def decode_index(encoded: bytes, known: DecodedIndex | None = None) -> DecodedIndex:
@@ -197,12 +183,11 @@ def decode_index(encoded: bytes, known: DecodedIndex | None = None) -> DecodedIn
         known: an index that may have the same boxes, which are then not parsed again.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: it is no such text.
+        ValueError, TypeError, RecursionError: it is no such text.
     """
     boxes_text, _, encoded_documents = encoded.partition(b"\n")
     documents = dict(json.loads(encoded_documents))
     if known is not None and known.boxes_text == boxes_text:
         return DecodedIndex(replace(known.index, documents=documents), boxes_text)
-    boxes = json.loads(boxes_text)
-    entries = tuple(Entry.from_json(entry) for entry in boxes["entries"])
-    return DecodedIndex(ShardIndex(boxes["nbytes"], entries, documents), boxes_text)
+    boxes = msgspec.json.decode(boxes_text, type=_Boxes)
+    return DecodedIndex(ShardIndex(boxes.nbytes, boxes.entries, documents), boxes_text)

@@ -241,7 +241,7 @@ def read_index(
     """
     try:
         return decode_index(bytes(encoded), known)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise SnapshotUnavailable(
             f"the index of rank {rank}'s shard cannot be read ({error!r:.200}); "
             f"its memory is damaged, or its writer runs another version of keepstep"

@@ -11,7 +11,7 @@ events between the replies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.retention import Retention
@@ -196,7 +196,7 @@ class ReadPlan(Message, frozen=True, kw_only=True):
 
 
 class PlanBytes(Message, frozen=True, kw_only=True):
-    """Carries what was asked for, as JSON (`checkpoint.snapshot.server.plan_exchange`)."""
+    """Carries what was asked for, as MessagePack (`checkpoint.snapshot.server.plan_exchange`)."""
 
 
 class PlanPending(Message, frozen=True, kw_only=True):
@@ -232,31 +232,8 @@ ServerReply: TypeAlias = (
 SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
     name="snapshot",
     versions=VersionRange(4, 4),
-    requests=Codec[ClientRequest](
-        Begin,
-        Seal,
-        ListHoldings,
-        ReadIndex,
-        OpenShard,
-        ReadBoxes,
-        ReadStripe,
-        ReadTable,
-        ReadPlan,
-    ),
-    replies=Codec[ServerReply](
-        Refused,
-        Begun,
-        Sealed,
-        Holdings,
-        IndexBytes,
-        IndexPending,
-        Opened,
-        BoxBytes,
-        StripeBytes,
-        Table,
-        PlanBytes,
-        PlanPending,
-    ),
+    requests=Codec[ClientRequest](*get_args(ClientRequest)),
+    replies=Codec[ServerReply](*get_args(ServerReply)),
     max_body_nbytes=_MAX_REQUEST_NBYTES,
 )
 
@@ -489,15 +466,5 @@ CONTROL_PROTOCOL: Protocol[AgentRequest, AgentReply | ServerEvent] = Protocol(
     name="snapshot control",
     versions=VersionRange(1, 1),
     requests=Codec[AgentRequest](AgentRequest),
-    replies=Codec[AgentReply | ServerEvent](
-        AgentReply,
-        Serving,
-        Protected,
-        RestoreChecked,
-        Persisted,
-        AlreadyStored,
-        PersistFailed,
-        Published,
-        PublishFailed,
-    ),
+    replies=Codec[AgentReply | ServerEvent](*get_args(AgentReply | ServerEvent)),
 )

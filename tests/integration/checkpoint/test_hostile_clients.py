@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.format.layout.boxes import Box, Entry, encode_index
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, encode_boxes, encode_index
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import SNAPSHOT_PROTOCOL, ShardBox
@@ -167,7 +166,7 @@ def write_shard(server: Server, content: bytes) -> SnapshotId:
         byte_offset=0,
         nbytes=len(content),
     )
-    index = encode_index(len(content), f"[{json.dumps(entry.to_json())}]", {})
+    index = encode_index(encode_boxes(len(content), [entry]), {})
     with closing(SnapshotClient(server.local, SECRET)) as client:
         _, arena = client.begin(snapshot, 0, len(content) + len(index))
         arena.buffer[: len(content)] = content

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from keepstep.checkpoint.format.layout.boxes import Box, Entry, encode_index
+from keepstep.checkpoint.format.layout.boxes import Box, Entry, encode_boxes, encode_index
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.server.memory_budget import MemoryBudget
@@ -59,8 +58,7 @@ def seal_bytes(
     commit: bool = True,
 ) -> None:
     """Seal a shard of these bytes, and commit the snapshot."""
-    encoded = json.dumps([entry.to_json() for entry in entries])
-    index = encode_index(len(content), encoded, {})
+    index = encode_index(encode_boxes(len(content), entries), {})
     nbytes = len(content) + len(index)
     given = memory.begin(snapshot, rank, nbytes, (), discard_uncommitted=False)
     assert given.descriptor is not None
