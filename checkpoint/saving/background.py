@@ -49,7 +49,7 @@ class SaveTask:
 
     Attributes:
         part: what to write.
-        copied: is set when the copy has ended; until then signs of life are given.
+        copied: is set when the copy has ended; until then heartbeats are sent.
         plan: the encoded `PartPlan`; the same object while it has not changed.
         documents: the rank's documents, as JSON.
         group: the ranks, in a group of which only this thread sends messages.
@@ -68,7 +68,7 @@ class BackgroundSaver:
     """Owns the thread and the process; `start` starts both, `close` ends both.
 
     Args:
-        peer_timeout_s: how long to wait for a rank that gives no sign of life.
+        peer_timeout_s: how long to wait for a rank that sends no heartbeat.
     """
 
     def __init__(self, peer_timeout_s: float) -> None:
@@ -226,13 +226,7 @@ class _ProcessPart:
         written = self._process.reply(Written, limit_s)
         if written is None:
             return False
-        self._report = encode_report(
-            task.documents,
-            name=written.name,
-            nbytes=written.nbytes,
-            crc32c=written.crc32c,
-            content=written.content,
-        )
+        self._report = encode_report(written.listing, task.documents)
         return True
 
     def report(self) -> bytes:

@@ -3,10 +3,10 @@
 Blocking saves and those in the background commit in this way. Only rank 0 publishes, and it needs
 all parts: a save in which a rank fails or dies is not committed.
 
-In the background a rank gives signs of life while it writes, `TICKS` in the time for which others
-wait. So a rank that is stopped, or whose host is gone, fails the save although its connection stays
-open. Rank 0 collects the signs and answers them, and the answer names the rank that is lost. If
-rank 0 is lost after it has all parts, the checkpoint may be committed or not.
+In the background a rank sends heartbeats while it writes, `_HEARTBEATS` in the time for which
+others wait. So a rank that is stopped, or whose host is gone, fails the save although its
+connection stays open. Rank 0 answers them, and the answer names the rank that is lost. If rank 0 is
+lost after it has all parts, the checkpoint may be committed or not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from keepstep.checkpoint.errors import RankFailed
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 
-TICKS = 6
-"""How many signs of life a rank gives in the time for which others wait for one."""
+_HEARTBEATS = 6
+"""How many heartbeats a rank sends in the time for which others wait for one."""
 
 _DONE, _GOES_ON, _FAILED, _LOST = range(4)
 """A rank's state. Rank 0 answers with the greatest of all, or with `_LOST` plus the lost rank."""
@@ -55,12 +55,12 @@ def commit_together(
     Args:
         writer: writes this rank's part.
         group: the ranks.
-        peer_timeout_s: how long to wait for a rank's sign of life. None: ranks give none while
+        peer_timeout_s: how long to wait for a heartbeat of a rank. None: ranks send none while
             they write, and one that ends raises torch's RuntimeError on the others.
 
     Raises:
         CheckpointError: a rank has no part, or rank 0 could not publish, as for `run_on_all_ranks`.
-        RankFailed: a rank has ended or gives no sign of life.
+        RankFailed: a rank has ended or sends no heartbeat.
     """
     _wait_for_all(writer.write, group, peer_timeout_s, "nothing is committed")
     reports = group.all_to_all(lambda: {0: writer.report()})
@@ -81,12 +81,12 @@ def _wait_for_all(
     """Call a function on each rank until it returns True on all; if it fails on one, all raise.
 
     Args:
-        act: the function, with the time until the next sign of life is due.
+        act: the function, with the time until the next heartbeat is due.
         group: the ranks.
         peer_timeout_s: as for `commit_together`.
         result: says in the error about a lost rank whether the checkpoint is committed.
     """
-    limit_s = None if peer_timeout_s is None else peer_timeout_s / TICKS
+    limit_s = None if peer_timeout_s is None else peer_timeout_s / _HEARTBEATS
     state, error = _GOES_ON, None
     while True:
         if state == _GOES_ON:
@@ -101,7 +101,7 @@ def _wait_for_all(
             group.run_on_all_ranks(partial(_raise, error))
         if answer >= _LOST:
             raise RankFailed(
-                f"rank {group.global_ranks[answer - _LOST]} has ended, or gave no sign of life for "
+                f"rank {group.global_ranks[answer - _LOST]} has ended, or sent no heartbeat for "
                 f"{peer_timeout_s:g} s while the checkpoint was stored; {result}"
             )
 

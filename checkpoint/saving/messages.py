@@ -12,6 +12,7 @@ from typing import TypeAlias, get_args
 import msgspec
 
 from keepstep.checkpoint.format.layout.boxes import Entry
+from keepstep.checkpoint.format.stored.manifest import PartEntry
 from keepstep.checkpoint.format.stored.shared_plan import TensorPlan, WriterPlan
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
@@ -70,12 +71,9 @@ class Publish(Message, frozen=True, kw_only=True):
 
 
 class Written(Message, frozen=True, kw_only=True):
-    """The part is written and durable. Fields as in `PartReport`."""
+    """The part is written and durable."""
 
-    name: str
-    nbytes: int
-    crc32c: int
-    content: int
+    listing: PartEntry
 
 
 class Published(Message, frozen=True, kw_only=True):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.content_digest import DIGEST, digest_document, sum_of
 from keepstep.checkpoint.format.layout.documents import merged_documents
 from keepstep.checkpoint.format.stored.last_part import LastPart
-from keepstep.checkpoint.format.stored.manifest import StoredObject
+from keepstep.checkpoint.format.stored.manifest import PartEntry
 from keepstep.checkpoint.format.stored.object_names import Attempt
 from keepstep.checkpoint.format.stored.shared_plan import TensorPlan, WriterPlan
 from keepstep.checkpoint.format.stored.storage import Storage
-from keepstep.checkpoint.format.stored.writer import ContentSum, ReadBox, publish, write_part
+from keepstep.checkpoint.format.stored.writer import ReadBox, publish, write_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,24 +22,17 @@ class PartReport:
     """A rank's report to rank 0 about its part, once that is written.
 
     Attributes:
-        name: of the part's listing.
-        nbytes: size of the listing.
-        crc32c: checksum of the listing.
-        content: sum of the hashes of the part's chunks; see `keepstep.checkpoint.format.layout`.
+        listing: the part's listing.
         documents: the rank's documents, without those that another rank sends.
     """
 
-    name: str
-    nbytes: int
-    crc32c: int
-    content: int
+    listing: PartEntry
     documents: Mapping[str, Json]
 
 
-def encode_report(documents: bytes, *, name: str, nbytes: int, crc32c: int, content: int) -> bytes:
+def encode_report(listing: PartEntry, documents: bytes) -> bytes:
     """Return a `PartReport` as JSON, with documents that are JSON already."""
-    numbers = {"name": name, "nbytes": nbytes, "crc32c": crc32c, "content": content}
-    return json.dumps(numbers).encode()[:-1] + b',"documents":' + documents + b"}"
+    return b'{"listing":%b,"documents":%b}' % (json.dumps(asdict(listing)).encode(), documents)
 
 
 def encode_reports(reports: Sequence[bytes | memoryview]) -> bytes:
@@ -49,7 +42,10 @@ def encode_reports(reports: Sequence[bytes | memoryview]) -> bytes:
 
 def decode_reports(data: bytes | bytearray) -> list[PartReport]:
     """Return what `encode_reports` encoded."""
-    return [PartReport(**report) for report in json.loads(data)]
+    return [
+        PartReport(listing=PartEntry(**report["listing"]), documents=report["documents"])
+        for report in json.loads(data)
+    ]
 
 
 def publish_parts(
@@ -60,15 +56,10 @@ def publish_parts(
     Raises as `keepstep.checkpoint.format.stored.writer.publish` does.
     """
     documents = merged_documents(report.documents for report in reports)
-    total = sum_of(report.content for report in reports)
-    publish(
-        storage,
-        attempt,
-        [StoredObject(report.name, report.nbytes, report.crc32c) for report in reports],
-        tensors.tensors,
-        tensors.writers,
-        {**documents, DIGEST: digest_document(total)},
-    )
+    listings = [report.listing for report in reports]
+    digest = digest_document(sum_of(listing.content for listing in listings))
+    contents = {**documents, DIGEST: digest}
+    publish(storage, attempt, listings, tensors.tensors, tensors.writers, contents)
 
 
 class DirectPart:
@@ -108,24 +99,17 @@ class DirectPart:
 
     def write(self, _: float | None) -> bool:
         """Write the part."""
-        content = ContentSum()
-        part = write_part(
+        listing = write_part(
             self._storage,
             self._attempt,
             self._own.plan,
             [0],
             self._read_box,
             name=self._rank,
-            content=content,
+            with_content=True,
             last=self._last,
         )
-        self._report = encode_report(
-            json.dumps(dict(self._documents)).encode(),
-            name=part.name,
-            nbytes=part.nbytes,
-            crc32c=part.crc32c,
-            content=content.total,
-        )
+        self._report = encode_report(listing, json.dumps(dict(self._documents)).encode())
         return True
 
     def report(self) -> bytes:

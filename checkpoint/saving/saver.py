@@ -19,8 +19,6 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -51,7 +49,6 @@ from keepstep.checkpoint.saving.background import (
     Copied,
     SaveTask,
 )
-from keepstep.checkpoint.saving.commit import TICKS
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
@@ -60,9 +57,6 @@ log = logging.getLogger("keepstep")
 
 _MEETING_S = 120.0
 """How long ranks wait for each other at least where each has come to the same place."""
-
-_SHORT_COPY_S = 1.0
-"""How long the end of a copy is waited for, at most, before the save is submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +87,7 @@ class Saver:
     Args:
         process_group: the ranks that save together; None for the default group, or for one process
             without any.
-        peer_timeout_s: a save fails if a rank gives no sign of life for so long.
+        peer_timeout_s: a save fails if a rank sends no heartbeat for so long.
         close_timeout_s: how long `close` waits for the save in progress.
     """
 
@@ -106,7 +100,6 @@ class Saver:
     ) -> None:
         self.process_group = process_group
         self._close_timeout_s = close_timeout_s
-        self._short_copy_s = min(_SHORT_COPY_S, peer_timeout_s / TICKS)
         self._peer_timeout_s = peer_timeout_s
         self._background = BackgroundSaver(peer_timeout_s)
         self._buffer = SharedBuffer()
@@ -198,21 +191,16 @@ class Saver:
             group=self._commit_group(group, agreed.attempt, has_failed=previous_error is not None),
             outcome=outcome,
         )
+        # Other ranks may have copied long before, and wait for this one's heartbeats.
+        self._background.submit(task)
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
-        is_submitted = False
         try:
             pieces = exchange_pieces(plan.shared.rounds, tensors, group)
-            if not self._is_copied_soon(plan, captured):
-                # Other ranks may have copied long before, and wait for this one's signs of life.
-                is_submitted = True
-                self._background.submit(task)
             copy_error = self._copy(plan, pieces, tensors, captured, step)
         except CheckpointError as error:
             copy_error = error
         finally:
             copied.set_result(Copied(self._buffer_file, copy_error))
-            if not is_submitted:
-                self._background.submit(task)
         return self._last
 
     def _commit_group(self, group: ControlGroup, attempt: str, *, has_failed: bool) -> ControlGroup:
@@ -292,17 +280,6 @@ class Saver:
             # It is tried again when the ranks have agreed; then the save alone fails.
             return _Capture(watched=watched, versions=versions)
         return _Capture(watched=watched, versions=versions, plan=plan, copied=done)
-
-    def _is_copied_soon(self, plan: SavePlan, captured: _Capture) -> bool:
-        """Wait a little for a copy that has begun by the right plan; return whether it has ended.
-
-        Then the thread that tells others of this save is woken once, after the copy.
-        """
-        if captured.copied is None or captured.plan is not plan:
-            return False
-        with suppress(FutureTimeoutError):
-            captured.copied.exception(self._short_copy_s)
-        return captured.copied.done()
 
     def _copy(
         self,

@@ -21,7 +21,7 @@ from keepstep.checkpoint.format.stored.last_part import LastPart
 from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.transfer_memory import TransferPool
-from keepstep.checkpoint.format.stored.writer import ContentSum, write_part
+from keepstep.checkpoint.format.stored.writer import write_part
 from keepstep.checkpoint.saving.messages import (
     WRITER_PROTOCOL,
     Failed,
@@ -100,8 +100,7 @@ class Writer:
         os.chdir(task.directory)
         self._task = task
         reader = _BufferReader(self._plan, self._buffer.bytes)
-        content = ContentSum()
-        part = write_part(
+        listing = write_part(
             open_storage(task.url),
             _attempt_of(task),
             self._plan.own.plan,
@@ -109,12 +108,10 @@ class Writer:
             reader.read_box,
             name=self._plan.rank,
             memory=self._write_memory,
-            content=content,
+            with_content=True,
             last=self._last_part,
         )
-        return Written(
-            name=part.name, nbytes=part.nbytes, crc32c=part.crc32c, content=content.total
-        )
+        return Written(listing=listing)
 
     def _publish(self) -> WriterReply:
         assert self._plan is not None, "a plan is sent before"

@@ -43,7 +43,6 @@ from keepstep.checkpoint.format.stored.storage import Storage, open_storage
 from keepstep.checkpoint.format.stored.stored_json import decode, encode, encode_strict
 from keepstep.checkpoint.format.stored.writer import (
     PARALLEL_WRITES,
-    ContentSum,
     commit,
     contents,
     is_closed,
@@ -213,7 +212,6 @@ class UniversalParts:
         if self._was_written(number, report):
             self.notes.show_life(number)
             return
-        content = ContentSum()
 
         def read_box(key: str, box: Box) -> np.ndarray:
             values = np.empty((*box.shape, self._itemsize(key)), np.uint8)
@@ -221,11 +219,12 @@ class UniversalParts:
             report(values.nbytes)
             return values
 
-        listing = write_part(
+        part = write_part(
             self.storage, self.attempt, self.plan, [number], read_box,
-            name=number, threads=self._threads, content=content,
+            name=number, threads=self._threads, with_content=True,
         )  # fmt: skip
-        self.notes.write(number, _WrittenPart(listing, content.total))
+        listing = StoredObject(part.name, part.nbytes, part.crc32c)
+        self.notes.write(number, _WrittenPart(listing, part.content))
 
     def check(self, number: int, report: Report) -> None:
         """Read a part that was written, and compare it with what was read of the source.

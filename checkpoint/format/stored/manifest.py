@@ -68,6 +68,13 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
+class PartEntry(StoredObject):
+    """A writer's listing. `content` is the sum of the hashes of its chunks, for the digest."""
+
+    content: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The object that makes a directory a checkpoint.
 

@@ -8,7 +8,6 @@ manifest names, which readers ignore.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -47,7 +46,7 @@ from keepstep.checkpoint.format.stored.listings import (
     encode_numbers,
     encode_part,
 )
-from keepstep.checkpoint.format.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.format.stored.manifest import Manifest, PartEntry, StoredObject
 from keepstep.checkpoint.format.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
@@ -95,24 +94,6 @@ Piece = bytes | memoryview
 """A contiguous part of an object."""
 
 
-class ContentSum:
-    """Adds up the hashes of chunks that are written, for a digest of contents. Thread-safe.
-
-    Attributes:
-        total: the sum so far.
-    """
-
-    def __init__(self) -> None:
-        self._adding = threading.Lock()
-        self.total = 0
-
-    def add(self, chunk: Chunk, checksum: int) -> None:
-        """Add a chunk whose elements have this CRC-32C."""
-        hashed = chunk_hash(chunk.key, chunk.place, checksum)
-        with self._adding:
-            self.total = sum_of((self.total, hashed))
-
-
 def write_part(
     storage: Storage,
     attempt: Attempt,
@@ -124,9 +105,9 @@ def write_part(
     stop: Callable[[], bool] = lambda: False,
     threads: int | None = None,
     memory: TransferPool | None = None,
-    content: ContentSum | None = None,
+    with_content: bool = False,
     last: LastPart | None = None,
-) -> StoredObject:
+) -> PartEntry:
     """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
     Objects that equal those that the writer wrote last, or those of the newest checkpoint, such as
@@ -145,7 +126,7 @@ def write_part(
         stop: called before every chunk; True ends the attempt.
         threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
         memory: what objects are encoded into, if parts are written one after the other.
-        content: gets the hashes of what `read_box` returns.
+        with_content: whether the entry has the hashes of what `read_box` returns.
         last: what this writer wrote last, if parts are written one after the other.
 
     Raises:
@@ -189,18 +170,19 @@ def write_part(
                 f"up, or its generation {attempt.stored.generation} is over"
             )
         tensor, values = plan.tensors[chunk.key], read_box(chunk.key, chunk.box)
-        cells = encode_cells(tensor, values, into, with_content=content is not None)
-        if content is not None:
-            content.add(chunk, cells.content)
+        cells = encode_cells(tensor, values, into, with_content=with_content)
+        if with_content:
+            hashes.append(chunk_hash(chunk.key, chunk.place, cells.content))
         return cells
 
+    hashes: list[int] = []
     jobs = list(write_jobs(plan, writers, name))
     try:
         written = _map_parallel(write, jobs, threads)
     finally:
         pool.trim(_KEPT_NBYTES)
     listing = encode_part(written)
-    part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
+    part = PartEntry(part_name(name), len(listing), crc32c.crc32c(listing), sum_of(hashes))
     storage.write(f"{attempt.directory}/{part.name}", [listing])
     arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
     names = [*(item.name for item in written), *(f"{key}/{ROOT}" for key in arrays), part.name]

@@ -29,7 +29,7 @@ from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.transfer_memory import TransferPool
-from keepstep.checkpoint.format.stored.writer import ContentSum, publish, write_part
+from keepstep.checkpoint.format.stored.writer import publish, write_part
 from keepstep.checkpoint.snapshot.arena import Bytes
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.checkpoint.snapshot.memory.messages import (
@@ -163,8 +163,7 @@ class Persistence:
                     stop.wait(wait_s)
                 return data
 
-            content = ContentSum()
-            written = write_part(
+            part_entry = write_part(
                 open_storage(task.url),
                 _attempt_of(task),
                 plan.chunks,
@@ -173,10 +172,12 @@ class Persistence:
                 name=part,
                 stop=stop.is_set,
                 memory=self._write_memory,
-                content=content,
+                with_content=True,
                 last=self._last_part,
             )
-            listing = PartListing(written.name, written.nbytes, written.crc32c, content.total)
+            listing = PartListing(
+                part_entry.name, part_entry.nbytes, part_entry.crc32c, part_entry.content
+            )
             event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)
         except CheckpointExists as error:
             if _is_stored_by_this_run(task):

@@ -207,7 +207,7 @@ def test_a_rank_that_dies_fails_the_save_of_the_others_and_leaves_nothing(
         writers = [running.receive(rank) for rank in range(2)]
         running.processes[dead].kill()
         error, is_left = running.receive(1 - dead)
-        assert f"rank {dead} has ended, or gave no sign of life for 3 s" in error
+        assert f"rank {dead} has ended, or sent no heartbeat for 3 s" in error
         assert not is_left
         for pid in writers:
             if psutil.pid_exists(pid):

@@ -266,7 +266,6 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
     monkeypatch: pytest.MonkeyPatch,
     is_last_plan_followed: bool,
 ) -> None:
-    """Before a second copy others get signs of life; after one that soon ends nobody needs any."""
     values = state(1.0)
     saver.save(str(tmp_path), values, step=1).wait(patient(LIMIT_S))
     ended: list[Future[None]] = []
@@ -311,7 +310,7 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
 
 
 @pytest.mark.parametrize("is_last_plan_followed", [True, False])
-def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_signs_of_life(
+def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_sends_heartbeats(
     tmp_path: Path,
     saver: checkpoint.Saver,
     monkeypatch: pytest.MonkeyPatch,
@@ -337,7 +336,6 @@ def test_a_save_whose_copy_takes_long_is_submitted_meanwhile_so_that_it_gives_si
     def fail(*_: object) -> None:
         raise CheckpointError("a rank is gone")
 
-    monkeypatch.setattr(saver, "_short_copy_s", 0.0)
     monkeypatch.setattr(BackgroundSaver, "submit", note)
     monkeypatch.setattr(background_module, "commit_together", fail)
     monkeypatch.setattr(state_copies, "copy_tensors", copy_late)

@@ -58,7 +58,7 @@ def save(tmp_path: Path) -> Save:
 
 
 class Rank1OfTwo:
-    """A group in which the other rank says what this one does; signs of life are noted."""
+    """A group in which the other rank says what this one does; heartbeats are noted."""
 
     def __init__(self) -> None:
         self.signs: list[int] = []

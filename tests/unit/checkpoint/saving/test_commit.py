@@ -139,7 +139,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_by_all_others(
     parts = [Part(rank) for rank in range(3)]
     errors = commit_without(ranks, silent, parts)
     expected = (
-        f"rank {silent} has ended, or gave no sign of life for 0.2 s while the checkpoint was "
+        f"rank {silent} has ended, or sent no heartbeat for 0.2 s while the checkpoint was "
         "stored; nothing is committed"
     )
     assert texts(errors) == [expected] * 2
@@ -181,5 +181,5 @@ def test_others_are_told_that_it_may_be_committed_if_rank_0_is_lost_while_it_pub
 
     results = ranks.run(commit)
     for error in results[1:]:
-        assert "rank 0 has ended, or gave no sign of life" in str(error)
+        assert "rank 0 has ended, or sent no heartbeat" in str(error)
         assert "it may be committed: see `keepstep ckpt ls`" in str(error)
