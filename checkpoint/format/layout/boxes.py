@@ -69,7 +69,12 @@ class Box:
 
     def is_within(self, outer: Box) -> bool:
         """Whether all elements of this box are in another one."""
-        return self.intersect(outer) == self
+        return len(self.shape) == len(outer.shape) and all(
+            first >= outer_first and first + extent <= outer_first + outer_extent
+            for first, extent, outer_first, outer_extent in zip(
+                self.offset, self.shape, outer.offset, outer.shape, strict=True
+            )
+        )
 
     def within(self, outer: Box) -> Box:
         """Return this box in the coordinates of `outer`, which must contain it."""

@@ -162,16 +162,12 @@ class ClientSession:
                 os.close(descriptor)
 
     def _send_index(self, snapshot: SnapshotId, rank: int) -> None:
-        self._memory.pin(snapshot)
-        try:
+        with self._memory.pinned(snapshot):
             self._client.send_files(IndexBytes(), [self._memory.index_range(snapshot, rank)])
-        finally:
-            self._memory.unpin(snapshot)
 
     def _send_boxes(self, request: ReadBoxes) -> None:
         """Send boxes; the kernel copies those that are contiguous in memory to the socket."""
-        self._memory.pin(request.snapshot)
-        try:
+        with self._memory.pinned(request.snapshot):
             # All are found before the first is sent: half a reply cannot be taken back.
             found = [
                 (*self._memory.find_box(request.snapshot, wanted), wanted.box)
@@ -188,8 +184,6 @@ class ClientSession:
                         yield from contiguous_tiles(view, _COPIED_NBYTES)
 
             self._client.send_pieces(BoxBytes(), sum(view.nbytes for view in views), pieces())
-        finally:
-            self._memory.unpin(request.snapshot)
 
     def _limit(self, *, background: bool) -> None:
         self._client.limit(self._background_rate() if background else 0)

@@ -195,10 +195,10 @@ class ParityMemory:
             table = self._wait_for_own_table(snapshot)
             first, last = stripes.block_range(table_nbytes(table), block)
             start, stop = _clip(request, first, last)
-            with self.pinned(snapshot):
+            with self._memory.pinned(snapshot):
                 yield table, self._own_ranges(snapshot, start, stop)
         else:
-            with self.pinned(snapshot):
+            with self._memory.pinned(snapshot):
                 arena, nbytes = self._parity_block(snapshot, request.stripe)
                 start, stop = _clip(request, 0, nbytes)
                 yield None, [arena.range(start, stop - start)]
@@ -216,15 +216,6 @@ class ParityMemory:
                     f"nothing is known here about another node's part of step {snapshot.step}"
                 )
             return parity.tables[position]
-
-    @contextmanager
-    def pinned(self, snapshot: SnapshotId) -> Iterator[None]:
-        """Keep a snapshot and its parity while the context lasts."""
-        self._memory.pin(snapshot)
-        try:
-            yield
-        finally:
-            self._memory.unpin(snapshot)
 
     def stop(self) -> None:
         """End all waits, and publish nothing more."""

@@ -9,8 +9,8 @@ for others (`plan_outbox`), then reads what they have posted for it:
   its documents are stored: of equal ones, one rank's;
 - content: the server that publishes gets the planners' tensors, and these documents.
 
-So what a server receives depends little on the number of nodes. What has not changed since the last
-checkpoint is sent again, but not planned again.
+So what a server receives depends little on the number of nodes. While the
+layout is the same, it is sent again, but not planned again.
 
 The ranks do not plan: they could do so only together, in the step after the first snapshot of a
 layout. If they failed in that step, the snapshot could not be stored.
@@ -19,8 +19,12 @@ layout. If they failed in that step, the snapshot could not be stored.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -56,10 +60,19 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     RankHolder,
     ReadPlan,
 )
-from keepstep.checkpoint.snapshot.server.holder_servers import HolderServers, Stop
 from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from keepstep.checkpoint.snapshot.server.snapshot_memory import SnapshotMemory
 
+_PARALLEL_SERVERS = 8
+
+# How long to wait for one server. Its agent begins the attempt within moments; its thread may be at
+# work on a chunk of an attempt that was given up, or remove older checkpoints.
+_SERVER_LIMIT_S = 600.0
+
+Stop = Callable[[], bool]
+"""Whether the attempt is given up."""
+
+_Item = TypeVar("_Item")
 _Message = TypeVar("_Message")
 
 _Shares = list[tuple[dict[int, WriterPlan], TensorPlan]]
@@ -171,7 +184,7 @@ class PlanExchange:
     ) -> None:
         self._memory = memory
         self._outbox = outbox
-        self._servers = HolderServers(outbox, connect)
+        self._connect = connect
         self._planned: tuple[object, _Shares] = (None, [])
 
     def plan(self, task: PersistTask, stop: Stop) -> NodePlan:
@@ -203,7 +216,7 @@ class PlanExchange:
         messages = self._read_all(task.attempt, task.holders, "content", None, stop, _Content)
         for holder, message in zip(task.holders, messages, strict=True):
             plans += message.tensors
-            documents.update(zip(holder.ranks, json.loads(message.documents), strict=True))
+            documents.update(_paired(holder, holder.ranks, json.loads(message.documents)))
         merged = merged_tensor_plan(plans)
         # Each planner has seen its own tensors only.
         check_storable(merged.tensors)
@@ -258,9 +271,10 @@ class PlanExchange:
         held: dict[int, list[list[Entry]]] = {}
         digests: dict[int, dict[str, str]] = {}
         for holder, message in zip(task.holders, messages, strict=True):
-            held.update(zip(holder.ranks, message.boxes, strict=True))
+            for rank, boxes in _paired(holder, holder.ranks, message.boxes):
+                held[rank] = [part for _, part in _paired(holder, planners, boxes)]
             if holders.has_first(own):
-                digests.update(zip(holder.ranks, message.digests, strict=True))
+                digests.update(_paired(holder, holder.ranks, message.digests))
         # Layouts seldom change between checkpoints.
         layout = (planners, task.compression, held)
         if self._planned[0] != layout:
@@ -268,8 +282,8 @@ class PlanExchange:
             self._planned = (
                 layout,
                 [
-                    plan_share(boxes, planner, task.compression)
-                    for planner, boxes in zip(planners, by_planner, strict=True)
+                    plan_share(parts, planner, task.compression)
+                    for planner, parts in zip(planners, by_planner, strict=True)
                 ],
             )
         shares = self._planned[1]
@@ -296,7 +310,8 @@ class PlanExchange:
         shares: dict[int, dict[int, WriterPlan]] = {}
         names: list[list[str]] = []
         for number, message in zip(holders.planning, messages, strict=True):
-            shares.update(zip(holders.planners[number], message.plans, strict=True))
+            holder = holders.holders[number]
+            shares.update(_paired(holder, holders.planners[number], message.plans))
             if holders.has_first(number):
                 names = message.documents
         ranks = tuple(sorted(holders.holders[own].ranks))
@@ -317,20 +332,76 @@ class PlanExchange:
         stop: Stop,
         message_type: type[_Message],
     ) -> list[_Message]:
-        """Return what the servers of these holders have posted for this node."""
+        """Return what the servers of these holders have posted for this node.
+
+        A server begins with itself, so that not all ask the same one at the same time. After a
+        failure all give up.
+        """
         request = ReadPlan(attempt=attempt, stage=stage, holder=own)
-        messages: list[_Message] = []
-        for holder, message in zip(
-            holders, self._servers.read_all(holders, request, stop), strict=True
-        ):
+        first = next((n for n, holder in enumerate(holders) if holder.address is None), 0)
+        has_failed = threading.Event()
+
+        def is_over() -> bool:
+            return has_failed.is_set() or stop()
+
+        def read(holder: RankHolder) -> _Message:
+            if is_over():
+                raise _given_up()
+            if holder.address is None:
+                message = _read_one("this node", self._outbox.read_plan, request, is_over)
+            else:
+                with closing(self._connect(holder.address)) as server:
+                    message = _read_one(holder.address, server.read_plan, request, is_over)
             try:
-                messages.append(decode(message, type=message_type))
+                return decode(message, type=message_type)
             except msgspec.MsgspecError as error:
-                raise SnapshotUnavailable(
-                    f"the snapshot server at {holder.address} sent a plan that cannot be read "
-                    f"({error!r:.200}); run one version of keepstep on all nodes"
-                ) from error
-        return messages
+                raise _unreadable(holder, f"{error!r:.200}") from error
+
+        with ThreadPoolExecutor(_PARALLEL_SERVERS) as pool:
+            order = [*range(first, len(holders)), *range(first)]
+            futures = {number: pool.submit(read, holders[number]) for number in order}
+            done, pending = wait(futures.values(), return_when=FIRST_EXCEPTION)
+            if pending:
+                has_failed.set()
+            for future in done:
+                future.result()
+            return [futures[number].result() for number in range(len(holders))]
+
+
+def _read_one(
+    address: str, read: Callable[[ReadPlan], bytes | None], request: ReadPlan, is_over: Stop
+) -> bytes:
+    deadline_s = time.monotonic() + _SERVER_LIMIT_S
+    while (message := read(request)) is None:
+        if is_over():
+            raise _given_up()
+        if time.monotonic() > deadline_s:
+            raise SnapshotUnavailable(
+                f"the snapshot server at {address} did not plan its share within "
+                f"{_SERVER_LIMIT_S:.0f} s: its node is slow, or its agent has not begun to store "
+                "the snapshot"
+            )
+    return message
+
+
+def _paired(
+    holder: RankHolder, keys: Sequence[int], items: Sequence[_Item]
+) -> Iterator[tuple[int, _Item]]:
+    """Pair ranks or planners with what a holder's server has sent of each."""
+    if len(keys) != len(items):
+        raise _unreadable(holder, f"{len(items)} items instead of {len(keys)}")
+    return zip(keys, items, strict=True)
+
+
+def _unreadable(holder: RankHolder, reason: str) -> SnapshotUnavailable:
+    return SnapshotUnavailable(
+        f"the snapshot server at {holder.address} sent a plan that cannot be read ({reason}); run "
+        "one version of keepstep on all nodes"
+    )
+
+
+def _given_up() -> SnapshotUnavailable:
+    return SnapshotUnavailable("this attempt was given up, or its generation is over")
 
 
 def _stored_documents(digests: Mapping[int, Mapping[str, str]]) -> Mapping[int, list[str]]:

@@ -322,7 +322,7 @@ class Protection:
         def checksum(shard: OwnShard) -> int:
             return int(crc32c.crc32c(shard.arena.buffer[: shard.nbytes]))
 
-        with self._parity.pinned(snapshot):
+        with self._memory.pinned(snapshot):
             shards = self._memory.own_shards(snapshot)
             # These threads inherit the caller's niceness: low behind training at a seal, normal
             # when a recovery waits for them.

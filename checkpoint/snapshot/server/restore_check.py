@@ -173,8 +173,7 @@ class RestoreCheck:
     def _compare(
         self, restored: SnapshotId, sealed: SnapshotId, stop: threading.Event
     ) -> RestoreChecked:
-        self._memory.pin(sealed)
-        try:
+        with self._memory.pinned(sealed):
             olds = list(self._readable(restored))
             parts = [
                 (entry, shard.memory)
@@ -196,8 +195,6 @@ class RestoreCheck:
             threads = min(_MAX_THREADS, os.cpu_count() or 1)
             with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-compare") as pool:
                 outcomes = list(pool.map(compare, parts))
-        finally:
-            self._memory.unpin(sealed)
         differing = [
             entry.key
             for (entry, _), (_, is_equal) in zip(parts, outcomes, strict=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from keepstep.checkpoint.errors import MemoryShort, SnapshotUnavailable
-from keepstep.checkpoint.format.layout.boxes import Box, DecodedIndex, Entry, ShardIndex
+from keepstep.checkpoint.format.layout.boxes import DecodedIndex, Entry, ShardIndex
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.checkpoint.snapshot.arena import Arena
 from keepstep.checkpoint.snapshot.memory import snapshot_table
@@ -221,6 +222,15 @@ class SnapshotMemory:
         """Undo one `pin`."""
         self._update(lambda table: snapshot_table.unpin(table, snapshot))
 
+    @contextmanager
+    def pinned(self, snapshot: SnapshotId) -> Iterator[None]:
+        """Keep a snapshot while the context lasts. Raises as `pin` does."""
+        self.pin(snapshot)
+        try:
+            yield
+        finally:
+            self.unpin(snapshot)
+
     def memory(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Return a sealed shard's memory; the caller has pinned the snapshot while it uses it.
 
@@ -264,7 +274,7 @@ class SnapshotMemory:
             entries = self._read_index(*held).get(wanted.key, ())
             arena = self._arenas[self._table.shards[held].buffer]
         for entry in entries:
-            if _contains(entry.box, wanted.box):
+            if wanted.box.is_within(entry.box):
                 return entry, arena
         raise ValueError(
             f"rank {wanted.rank}'s shard of step {snapshot.step} does not have the box of "
@@ -447,14 +457,3 @@ class SnapshotMemory:
             self._read[rank] = boxes, entries
             shard.index, shard.entries = decoded.index, entries
         return shard.entries
-
-
-def _contains(outer: Box, inner: Box) -> bool:
-    if outer == inner:
-        return True
-    return len(outer.shape) == len(inner.shape) and all(
-        start >= outer_start and start + length <= outer_start + outer_length
-        for start, length, outer_start, outer_length in zip(
-            inner.offset, inner.shape, outer.offset, outer.shape, strict=True
-        )
-    )

@@ -24,7 +24,7 @@ from keepstep.checkpoint.format.stored.shared_plan import (
     plan_share,
     planner_count,
 )
-from keepstep.checkpoint.snapshot.server import holder_servers, plan_exchange, plan_outbox
+from keepstep.checkpoint.snapshot.server import plan_exchange, plan_outbox
 from keepstep.checkpoint.snapshot.server.plan_exchange import NodePlan
 from tests.adaptive_timeouts import patient
 from tests.examples import examples
@@ -308,7 +308,7 @@ def test_a_planner_that_begins_late_is_waited_for() -> None:
 def test_a_planner_that_never_begins_is_waited_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(holder_servers, "_SERVER_LIMIT_S", 0.05)
+    monkeypatch.setattr(plan_exchange, "_SERVER_LIMIT_S", 0.05)
     nodes = Nodes(NODES, shared_indexes())
     with pytest.raises(SnapshotUnavailable, match=r"server at . did not plan its share within"):
         nodes.plan_one(0, "a")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import pytest
+from msgspec import msgpack
 
 from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.format.layout.boxes import Box, Entry
-from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
-from keepstep.checkpoint.snapshot.memory.messages import RankHolder, ReadPlan
-from keepstep.checkpoint.snapshot.server.holder_servers import HolderServers
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
+from keepstep.checkpoint.snapshot.memory.messages import PersistTask, RankHolder, ReadPlan
+from keepstep.checkpoint.snapshot.server import plan_exchange
 from keepstep.checkpoint.snapshot.server.plan_outbox import PlanOutbox
 from tests.unit.checkpoint.snapshot.server.plan_nodes import Indexes, Nodes, exchange_of, index_of
+
+
+def boxes(by_rank: list[Any], digests: list[Any]) -> bytes:
+    return msgpack.encode({"boxes": by_rank, "digests": digests})
+
 
 BOXES = ReadPlan(attempt="a", stage="boxes", holder=1)
 
@@ -98,11 +104,12 @@ class WrongServer:
 @pytest.mark.parametrize(
     "message",
     [
-        b"no JSON",
-        b"[[]]",
-        b"[[[]], []]",
-        b'[[[[["w", 7]]], [[]]], [{}, {}]]',
-        b"[[[], []], [{}, {}]]",
+        b"no plan",
+        msgpack.encode([]),
+        boxes([[[]]], [{}]),
+        boxes([[["w"]], [[]]], [{}, {}]),
+        boxes([[[]], [[], []]], [{}, {}]),
+        boxes([[[]], [[]]], [{}]),
     ],
 )
 def test_a_server_that_sends_what_cannot_be_read_is_named(message: bytes) -> None:
@@ -119,17 +126,18 @@ def test_a_server_that_sends_what_cannot_be_read_is_named(message: bytes) -> Non
 def test_all_holders_are_asked_once_each_beginning_with_oneself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("keepstep.checkpoint.snapshot.server.holder_servers._PARALLEL_SERVERS", 1)
+    monkeypatch.setattr(plan_exchange, "_PARALLEL_SERVERS", 1)
+    content = msgpack.encode({"tensors": [], "documents": b"[]"})
     asked = []
 
-    def connect(address: str) -> SnapshotClient:
+    def connect(address: str) -> WrongServer:
         asked.append(address)
-        return cast(SnapshotClient, WrongServer(address.encode()))
+        return WrongServer(content)
 
     own = PlanOutbox()
     own.begin("a")
-    own.post("a", "boxes", {1: b"own"})
-    holders = [RankHolder(address, ()) for address in ("a", "b", None, "c", "d")]
-    messages = HolderServers(own, connect).read_all(holders, BOXES, lambda: False)
-    assert messages == [b"a", b"b", b"own", b"c", b"d"]
+    own.post("a", "content", {None: content})
+    holders = tuple(RankHolder(address, ()) for address in ("a", "b", None, "c", "d"))
+    task = PersistTask("memory://", SnapshotId(1, 1), 1, "a", holders)
+    assert exchange_of(Indexes({}), own, connect).content(task, lambda: False).tensors == {}
     assert asked == ["c", "d", "a", "b"]

@@ -287,7 +287,7 @@ def seal_both(node: Node) -> None:
     node.seal(NEW, 0, VALUES, 0, "model/w")
 
 
-@pytest.mark.parametrize("damaged", [b"{", b"4096]]"])
+@pytest.mark.parametrize("damaged", [b"{", b"4096}]"])
 def test_snapshot_whose_index_is_damaged_is_wrong(
     node: Node, caplog: pytest.LogCaptureFixture, damaged: bytes
 ) -> None:
