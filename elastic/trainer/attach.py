@@ -67,13 +67,19 @@ def attach(
         scheduler: the learning-rate scheduler, or all of them.
         extra: objects that are saved and restored by name, such as a GradScaler, an average of
             the weights, or a StatefulDataLoader; rank 0's state where it is not tensors.
-        checkpoint, checkpoint_every, checkpoint_compression, keep_last, keep_every, start_from,
-            snapshot_every: as for `join`.
+        checkpoint: as for `join`, like the next ones: URL to store checkpoints under.
+        checkpoint_every: number of steps between stored checkpoints.
+        checkpoint_compression: how they are compressed.
+        keep_last: number of the newest checkpoints to keep.
+        keep_every: which older ones to keep.
+        start_from: checkpoint that a new job begins from.
+        snapshot_every: number of steps between snapshots in memory.
         mesh: as for `join`: which numbers of ranks fit, and which ranks have samples of their own.
             The script makes its device mesh itself.
         seed: seed of the order of `Attached.batches` and `Attached.batch_sampler`, and of the
             generators of ranks that the restored state has none for.
-        descriptions, config: as for `State`.
+        descriptions: as for `State`: what the model's tensors are.
+        config: as for `State`: the model's configuration, as JSON.
 
     Raises:
         UsageError: an argument is invalid, the process has attached or joined before, or the
