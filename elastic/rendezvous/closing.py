@@ -146,12 +146,15 @@ def admit_spares(
         )
         if now_s < until_s:
             return Decision(
-                leader_state, again_at_s=until_s, message=f"{len(joining)} nodes join soon"
+                leader_state,
+                again_at_s=until_s,
+                message="1 node joins soon"
+                if len(joining) == 1
+                else f"{len(joining)} nodes join soon",
             )
-    names = ", ".join(joining)
-    return Decision(
-        LeaderState(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
-    )
+    verb = "joins" if len(joining) == 1 else "join"
+    reason = f"{', '.join(joining)} {verb}"
+    return Decision(LeaderState(), Close(Closing(generation.generation, reason, False, wall_s)))
 
 
 def draining(present: Iterable[NodeRecord], generation: Generation) -> list[str]:

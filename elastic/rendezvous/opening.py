@@ -69,7 +69,9 @@ def open_first_generation(
         )
         if now_s < until_s:
             return Decision(
-                leader_state, again_at_s=until_s, message=f"{len(nodes)} nodes here, last call"
+                leader_state,
+                again_at_s=until_s,
+                message=f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} here, last call",
             )
     members = assign_ranks((), nodes, policy.max_nodes, rank_limits(view))
     if len(members) < policy.min_nodes:

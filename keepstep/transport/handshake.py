@@ -192,7 +192,8 @@ class Handshake:
         if not self._schedule.is_proof(proof, self._own.role.other):
             raise AuthenticationFailed(
                 f"{self._peer}: claims to be node {self.peer_hello.node} and does not know this "
-                f"job's secret; is it another job's {self._own.role.other.value}?",
+                f"job's secret: it is another job's {self._own.role.other.value}, or has started "
+                "again and not yet joined",
                 self.peer_hello.node,
             )
         self._expect(_State.COMPLETE, 0)

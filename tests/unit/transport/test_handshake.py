@@ -62,7 +62,9 @@ def test_client_refuses_a_server_of_another_job_and_still_learns_its_node():
     exchange(client, server)
     assert isinstance(client.refusal, AuthenticationFailed)
     assert client.refusal.peer_node == "server-node"
-    assert "does not know this job's secret; is it another job's server?" in str(client.refusal)
+    assert "does not know this job's secret: it is another job's server, or has" in str(
+        client.refusal
+    )
     assert client.result is None
     assert server.result is None
 

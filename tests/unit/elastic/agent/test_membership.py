@@ -655,7 +655,7 @@ def test_leader_logs_what_it_waits_for_once_though_other_decisions_come_between(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as commits, which come at every snapshot while nodes warm up."""
-    soon = ["1 nodes join soon", "2 nodes join soon"]
+    soon = ["1 node joins soon", "2 nodes join soon"]
     decided, is_exhausted = iter([soon[0], "", soon[0], "", soon[1], "", soon[1]]), asyncio.Event()
 
     def decide(*_: object) -> Decision:
