@@ -193,10 +193,12 @@ class Membership:
             StoreUnavailable: the coordinator does not answer.
         """
         began_s = time.monotonic()
+        holds_state = self.held is not None and self.held.snapshot is not None
         while True:
             view = await self._reader.before_joining(self.view)
-            keeps_state = self._secret is None or view.secret == self._secret.hex().encode()
-            if self._secret is not None and keeps_state:
+            secret = self._secret.hex().encode() if self._secret is not None else None
+            keeps_state = join_protocol.keeps_state(view, secret, self.held)
+            if secret is not None and keeps_state:
                 self.record = join_protocol.joining_again(view, self.record)
             match join_protocol.next_join_step(self._keys, view, self.record, self.held):
                 case RemoveFinishedJob(transaction):
@@ -211,10 +213,10 @@ class Membership:
                 case Join() if await self._claim_name(
                     view, join_protocol.without_state(self.record)
                 ):
-                    if self.held is not None and self.held.snapshot is not None:
+                    if holds_state:
                         log.error(
-                            "job %s has started again meanwhile; its state in this node's memory "
-                            "is dropped",
+                            "job %s has gone on without this node, after its coordinator lost its "
+                            "keys; its state in this node's memory is dropped",
                             self._keys.job,
                         )
                     break
@@ -267,6 +269,8 @@ class Membership:
         self.view, self.record = view, record
         self._lease, self._created, self._modified = lease, stored.created, stored.created
         self._written = record
+        if view.generation is not None:
+            self.held = view
         return True
 
     async def run(self) -> None:
@@ -451,7 +455,7 @@ class Membership:
         for name, reason in view.unreadable.items():
             if self.view.unreadable.get(name) != reason:
                 log.warning("%s counts as absent: %s", name, reason)
-        if self.view.secret is not None and view.secret != self.view.secret:
+        if self.view.secret is not None and join_protocol.was_restored(view, self.view):
             # The coordinator has lost them, or other nodes have restored those that it had lost.
             raise LeaseLost(f"the keys of this run of job {self._keys.job} are gone")
         self.view = view

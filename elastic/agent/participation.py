@@ -188,7 +188,7 @@ class Participation:
     async def _join(self) -> None:
         """Become a member, with a snapshot server of the job that answers."""
         secret = await self._node.membership.join()
-        if secret != self._secret:
+        if not self._node.membership.record.server:
             # On a loaded machine a snapshot server may start for longer than a lease lasts.
             await self._node.membership.renew_during(self._prepare(secret))
         self._node.drained = drained_on_joining(self._node.state)

@@ -79,8 +79,9 @@ def check_transition(before: View, after: View) -> None:
         return
     if before.revisions == after.revisions:
         return
-    if before.generation is None and before.secret != after.secret:
+    if before.revisions.get("secret") != after.revisions.get("secret"):
         # The job begins, or a node has restored the keys that the coordinator had lost.
+        _check_restored(before, after)
         check_view(after)
         return
     if None not in (before.leadership, after.leadership) and after.leadership != before.leadership:
@@ -102,6 +103,15 @@ def check_transition(before: View, after: View) -> None:
         raise InvariantViolated(
             "a recovery is recorded once",
             f"history of {len(known)} becomes one of {len(now)}",
+        )
+
+
+def _check_restored(before: View, after: View) -> None:
+    is_newer = before.is_restored and after.generation_number > before.generation_number
+    if before.generation is not None and not is_newer:
+        raise InvariantViolated(
+            "a job's keys are restored once, or by a node that has seen a newer generation",
+            f"generation {after.generation_number} replaces {before.generation_number}",
         )
 
 

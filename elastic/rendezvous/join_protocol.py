@@ -99,11 +99,12 @@ def next_join_step(
 
     Raises:
         UsageError: the job's name is taken by a job that runs something else, or the coordinator
-            holds an older state of the job than this node.
+            holds an older copy of the job than this node.
     """
     if held is not None and is_forgotten(view, held):
         return RestoreJob(transactions.restore_job(keys, view, held))
-    if held is not None and held.secret == view.secret and goes_back(view, held):
+    is_copy = held is not None and not was_restored(view, held)
+    if held is not None and is_copy and held.secret == view.secret and goes_back(view, held):
         raise UsageError(
             f"the coordinator holds generation {view.generation_number} of job {keys.job!r}, this "
             f"node took part in generation {held.generation_number}: the coordinator's data is an "
@@ -127,18 +128,47 @@ def next_join_step(
 def goes_back(view: View, held: View) -> bool:
     """Whether the coordinator is behind a node's earlier view of it: it has lost data.
 
-    Its revision grows by every write, so a smaller one shows that it is new or a copy.
+    Its revision grows by every write, so a smaller one shows that it is new or a copy; so does an
+    older generation of the same run of the job.
     """
-    return view.revision < held.revision and view.generation_number < held.generation_number
+    is_older = view.revision < held.revision or view.secret == held.secret
+    return is_older and view.generation_number < held.generation_number
 
 
 def is_forgotten(view: View, held: View) -> bool:
     """Whether the coordinator has lost the job that a node was a member of, and none runs there.
 
-    The first nodes that come to a new coordinator may have started the job again; as long as they
-    have opened no generation, those that hold the job's state decide how it goes on.
+    The first nodes that come to a new coordinator may have started the job again, or have restored
+    it as they knew it; as long as they have opened no generation, the node that has seen the newest
+    one decides how it goes on.
     """
-    return held.generation is not None and view.generation is None and goes_back(view, held)
+    if held.generation is None or not goes_back(view, held):
+        return False
+    is_older = view.is_restored and view.secret == held.secret and was_restored(view, held)
+    return view.generation is None or is_older
+
+
+def was_restored(view: View, held: View) -> bool:
+    """Whether the job's secret was written again since an earlier view: its keys were lost."""
+    return view.revisions.get("secret") != held.revisions.get("secret")
+
+
+def keeps_state(view: View, secret: bytes | None, held: View | None) -> bool:
+    """Whether a node may still use what it holds.
+
+    It may not in another run of the job; nor where the keys were lost, restored, and a generation
+    was opened without this node: that one may have the number of a generation that was lost, and
+    its snapshots the names of others.
+
+    Args:
+        view: the job as last read.
+        secret: of the run of the job in which the node's state arose; None if it has none.
+        held: the view of the node when it was a member last; None if it was none.
+    """
+    if secret is None:
+        return True
+    is_continued = held is None or view.is_restored or not was_restored(view, held)
+    return view.secret == secret and is_continued
 
 
 def may_revoke_predecessor(

@@ -12,7 +12,7 @@ Invariants:
 - A leader's action is applied only while the membership that decided has the lead, and while every
   document that leaders write is the version on which it decided.
 - The job's keys are deleted only if no node has joined since the view on which that was decided.
-- A job's keys are restored only where no generation of the job is open.
+- A job's keys are restored only where no generation was opened since they were lost.
 - Members are written before the documents that name them, under the same conditions; unnamed ones
   have no effect, and are removed when a later generation is opened.
 """
@@ -98,11 +98,12 @@ def join(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transacti
 def restore_job(keys: Keys, view: View, held: View) -> tuple[Transaction, ...]:
     """Restore the documents of a job that a coordinator has lost, from a node's view.
 
-    Requests that were under way are not restored: no node acts on them any more.
+    Requests that were under way are not restored: no node acts on them any more. An older view
+    that another node has restored is replaced.
 
     Args:
         keys: the job's keys.
-        view: the job as last read, without a generation.
+        view: the job as last read, in which nothing was opened since the keys were lost.
         held: the view of the node when it was a member last, with a secret and a generation.
     """
     assert held.secret is not None, "a member knows the secret"
@@ -117,7 +118,10 @@ def restore_job(keys: Keys, view: View, held: View) -> tuple[Transaction, ...]:
         "scale": held.scale.encode() if held.scale else None,
         "pause": held.pause.encode() if held.pause else None,
     }
-    operations = (
+    operations: tuple[Operation, ...] = (
+        *(Delete(single(name)) for name in LEADER_DOCUMENTS if documents.get(name) is None),
+        *(Delete(keys.placement(n)) for n in view.placements if n not in held.placements),
+        Delete(keys.restart(), prefix=True),
         *(Put(keys.chunk(digest), encode_chunk(held.chunks[digest])) for digest in held.chunks),
         *(Put(keys.placement(n), known.encode()) for n, known in held.placements.items()),
         *(Put(keys.eviction(node), known.encode()) for node, known in held.evictions.items()),

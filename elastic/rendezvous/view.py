@@ -195,6 +195,13 @@ class View:
         return self.generation.generation if self.generation else 0
 
     @property
+    def is_restored(self) -> bool:
+        """Whether a node has restored the job's keys, and no generation was opened since."""
+        return self.generation is not None and (
+            self.generation_revision == self.revisions.get("secret")
+        )
+
+    @property
     def leader(self) -> str | None:
         """The node that decides; None while nobody has taken the lead."""
         return self.leadership.node if self.leadership is not None else None

@@ -249,10 +249,10 @@ class Node:
         coordinator, now_s = self.simulation.coordinator, self.simulation.now_s
         if self.joining is None:
             view = coordinator.read()
-            keeps_state = self.secret is None or view.secret == self.secret
+            held = self.held
+            keeps_state = join_protocol.keeps_state(view, self.secret, held)
             if self.secret is not None and keeps_state:
                 self.record = join_protocol.joining_again(view, self.record)
-            held = self.held
             if held is not None and self.held_after_losses < coordinator.losses:
                 # A coordinator that has lost its data restarts its count of revisions.
                 held = replace(held, revision=view.revision + 1)
@@ -264,8 +264,9 @@ class Node:
                     case join_protocol.RemoveFinishedJob(transaction):
                         self.simulation.delay(transaction, Sender(self.name, 0))
                     case join_protocol.RestoreJob(parts):
+                        # Also where a newcomer has this node's name by now: it knows nothing.
                         for part in parts:
-                            coordinator.send(part, Sender(self.name, 0))
+                            coordinator.send(part, Sender("", 0))
                     case join_protocol.AwaitPredecessor(predecessor):
                         lives = self.simulation.probe(predecessor)
                         if join_protocol.may_revoke_predecessor(
@@ -307,8 +308,10 @@ class Node:
         self.record = self.written = record
         self.lease, self.created, self.modified = lease, joined.created, joined.created
         self.revision = view.revision
+        if self.view.generation is not None:
+            self.held, self.held_after_losses = self.view, coordinator.losses
         self.renewed_s = self.answered_s = now_s
-        if view.secret != self.secret:
+        if not self.record.server:
             self.simulation.servers.pop(self.server, None)
             self.secret = view.secret
             self._begin_job()
@@ -346,13 +349,13 @@ class Node:
 
     def _receive(self) -> None:
         """Let the mirror catch up, wholly or in part."""
-        newest = self.simulation.coordinator.view.revision
+        newest, before = self.simulation.coordinator.view.revision, self.view
         is_caught_up = self.simulation.is_calm or self.rng.random() < 0.7
         self.revision = newest if is_caught_up else self.rng.randint(self.revision, newest)
+        if join_protocol.was_restored(self.view, before):
+            raise LeaseLost("the keys of this run of the job are gone")
         if self.view.generation is not None:
             self.held, self.held_after_losses = self.view, self.simulation.coordinator.losses
-        if self.view.secret != self.secret:
-            raise LeaseLost("the keys of this run of the job are gone")
         if self._led_since() and not self.mirrors_all:
             self.mirrors_all = True
             self.revision = newest

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.rendezvous.invariants import check_view
+from keepstep.elastic.rendezvous.join_protocol import was_restored
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
@@ -482,7 +483,7 @@ class Simulation:
             if self._losses == self.coordinator.losses:
                 self._forget_job()
             self._losses = self.coordinator.losses
-        elif before.generation is None and after.generation in self.opened.values():
+        elif was_restored(after, before) and after.generation in self.opened.values():
             must(self.coordinator.losses > 0, "only what was lost is restored")
         elif before.generation is None and self.opened and after.generation is not None:
             # Nodes that held the job's state were kept away until others had started it again.

@@ -183,3 +183,36 @@ def test_node_ahead_of_a_restored_job_enters_a_generation_that_nobody_has_seen()
     It waited for ever for one of that number or above, while it reported that its workers ran.
     """
     Simulation(62, has_outages=True).run()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_node_that_has_seen_the_newest_generation_decides_how_a_lost_job_goes_on(
+    seed: int,
+) -> None:
+    """One that has not comes to the new coordinator first, and restores what it knows."""
+    simulation = running_job(seed)
+    behind = simulation.nodes[-1]
+    old = behind.held
+    simulation.nodes[1].fail_worker()
+    newest = simulation.view.generation_number + 1
+    simulation._run_until(
+        lambda: all(node.state.entered == newest for node in simulation.nodes), "all enter the next"
+    )
+    simulation._run_until(
+        lambda: all(node.known_commit is not None for node in simulation.nodes), "all commit in it"
+    )
+    known = max(node.known_commit for node in simulation.nodes if node.known_commit is not None)
+    simulation.coordinator.lose_keys()
+    behind.held = old
+    behind.held_after_losses = 0
+    while simulation.view.generation is None:
+        behind.step()
+    assert simulation.view.generation_number == newest - 1
+    simulation._run_until(
+        lambda: simulation.view.generation_number > newest and simulation._has_recovered(None),
+        "training goes on",
+    )
+    assert [each.generation for each in simulation.history].count(newest) == 1
+    following = next(each for each in simulation.history if each.generation > newest)
+    assert following.resume is not None
+    assert following.resume.snapshot >= known

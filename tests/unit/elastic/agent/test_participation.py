@@ -179,11 +179,13 @@ class NoServer:
     def __init__(self, participation: Participation, before: Callable[[], Awaitable[None]]) -> None:
         self.started = 0
         self._before = before
+        self._node = participation._node
         participation._snapshots.start = self._start  # type: ignore[method-assign]
         participation._take_part = self._take_part  # type: ignore[method-assign]
 
     async def _start(self, _: bytes) -> None:
         self.started += 1
+        self._node.membership.update(server="tcp:h:2")
         await self._before()
 
     async def _take_part(self) -> bool:

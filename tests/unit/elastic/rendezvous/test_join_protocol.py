@@ -6,6 +6,7 @@ import pytest
 
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
+from keepstep.elastic.rendezvous import invariants, transactions
 from keepstep.elastic.rendezvous.join_protocol import (
     AwaitPredecessor,
     Join,
@@ -13,6 +14,7 @@ from keepstep.elastic.rendezvous.join_protocol import (
     RemoveFinishedJob,
     RestoreJob,
     joining_again,
+    keeps_state,
     led_since,
     may_revoke_predecessor,
     next_join_step,
@@ -211,3 +213,45 @@ def test_former_member_of_the_open_generation_joins_again_as_one_that_has_draine
     assert joining_again(View(), held) == held
     elsewhere = replace(view, generation=Generation(3, (replace(place, server="x"),), "h", 5, ""))
     assert joining_again(elsewhere, held) == held
+
+
+def restored_by_another(*, opened: bool = False) -> View:
+    """Return the job as a node has restored it whose newest generation was an older one."""
+    at = {"secret": 7, "generation": 9 if opened else 7}
+    return replace(held_view(1), revision=9, revisions=at)
+
+
+def test_the_newest_view_of_a_lost_job_replaces_an_older_one() -> None:
+    """Else a generation's number is used again, for which a node waits that has seen it."""
+    held = held_view(3)
+    older = replace(restored_by_another(), closing=Closing(1, "lost b", True, 1.0))
+    # The new coordinator may count further than the old one did.
+    for found in (older, replace(older, revision=95)):
+        step = next_join_step(KEYS, found, RECORD, held)
+        assert isinstance(step, RestoreJob)
+        (transaction,) = step.transactions
+        assert Modified(KEYS.single("generation"), 7) in transaction.conditions
+        after = transactions.preview(KEYS, found, (transaction,))
+        assert (after.generation, after.snapshot) == (held.generation, held.snapshot)
+        assert (after.closing, set(after.placements)) == (None, {3})
+        invariants.check_transition(found, after)
+        assert next_join_step(KEYS, after, RECORD, held) == Join()
+    assert next_join_step(KEYS, restored_by_another(opened=True), RECORD, held) == Join()
+
+
+@pytest.mark.parametrize(
+    ("view", "held", "expected"),
+    [
+        (held_view(3), held_view(3), True),
+        (restored_by_another(), held_view(3), True),
+        (restored_by_another(opened=True), held_view(3), False),
+        (restored_by_another(opened=True), restored_by_another(), True),
+        (restored_by_another(opened=True), None, True),
+    ],
+)
+def test_what_a_node_holds_counts_unless_a_lost_number_may_have_been_used_again(
+    view: View, held: View | None, expected: bool
+) -> None:
+    assert keeps_state(view, b"ab" * 32, held) is expected
+    assert not keeps_state(view, b"cd" * 32, held)
+    assert keeps_state(view, None, held)
