@@ -105,12 +105,17 @@ class Attached:
         if session.is_managed:
             session.on_abort(self._end_process, awaits_order=awaits_abort_order)
             session.at_script_end(self.finish)
-            session.at_script_error(self._end_if_lost)
+            session.at_script_error(self.end_if_lost)
 
     @property
     def steps(self) -> int:
         """Number of optimizer steps completed since training began."""
         return self._position.step
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether an agent of keepstep has started this process, and answers its signals."""
+        return self._session.is_managed
 
     def restore(self, step: int = 0) -> int:
         """Fill the objects with the job's newest state, and return its number of steps.
@@ -179,6 +184,17 @@ class Attached:
         self._begin_step()
         return step
 
+    def before_step(self) -> None:
+        """Do what the model's first forward pass of a step does, if a loop calls its parts only.
+
+        The process ends here if the job goes on with other ranks.
+        """
+        self._before_write()
+        if self._generators is not None:
+            (python, tensors), self._generators = self._generators, None
+            random.setstate(python)
+            self._training.set_generators(tensors)
+
     def step_done(self, batches: int = 1) -> None:
         """Note that a step is completed: optimizers and schedulers have written all that it writes.
 
@@ -241,6 +257,14 @@ class Attached:
         for hook in self._hooks:
             hook.remove()
         snapshots.close()
+
+    def end_if_lost(self, error: BaseException) -> None:
+        """End the process if the end of its generation has caused an error of the script.
+
+        For frameworks that handle errors; keepstep calls it for those that end the script.
+        """
+        if self.is_managed and self._is_from_generation_end(error):
+            self._end_after(error)
 
     def batches(
         self,
@@ -344,13 +368,8 @@ class Attached:
 
     def _before_forward(self, model: torch.nn.Module, _: Any) -> None:
         # A graph that is compiled whole has no place for this; the optimizers have.
-        if not model.training or torch.compiler.is_compiling():
-            return
-        self._before_write()
-        if self._generators is not None:
-            (python, tensors), self._generators = self._generators, None
-            random.setstate(python)
-            self._training.set_generators(tensors)
+        if model.training and not torch.compiler.is_compiling():
+            self.before_step()
 
     def _before_write(self) -> None:
         """End the process if its generation is over; the script has done what follows a step."""
@@ -369,11 +388,6 @@ class Attached:
         except (RuntimeError, SnapshotUnavailable) as broken:
             self._end_after(broken)
         self._end_process()
-
-    def _end_if_lost(self, error: BaseException) -> None:
-        """End the process if the end of its generation has caused an error of the script."""
-        if self._is_from_generation_end(error):
-            self._end_after(error)
 
     def _is_from_generation_end(self, error: BaseException) -> bool:
         if not isinstance(error, Exception):
