@@ -13,9 +13,11 @@ class RankBatches:
     Args:
         order: of the samples.
         epochs: number of passes through the dataset.
-        consumed: returns how many global batches of all these epochs are consumed.
         rank: data-parallel rank.
         world_size: number of data-parallel ranks.
+        consumed: returns how many global batches of all these epochs are consumed.
+        on_resume: called when an iteration begins within an epoch, once the loader has drawn the
+            random numbers that it draws for each iteration.
 
     Raises:
         UsageError: the global batch is smaller than `world_size`.
@@ -25,15 +27,18 @@ class RankBatches:
         self,
         order: DataOrder,
         epochs: int,
-        consumed: Callable[[], int],
         rank: int,
         world_size: int,
+        *,
+        consumed: Callable[[], int],
+        on_resume: Callable[[], None],
     ) -> None:
         self.loss_scale = order.loss_scale(rank, world_size)
         """Factor for this rank's mean loss that keeps the average over ranks exact."""
         self._order = order
         self._epochs = epochs
         self._consumed = consumed
+        self._on_resume = on_resume
         self._rank = rank
         self._world_size = world_size
 
@@ -50,5 +55,7 @@ class RankBatches:
         """Yield the rest of the epoch that the position is in."""
         first = max(0, self._consumed())
         end = min(self.epoch + 1, self._epochs) * self._order.steps_per_epoch
+        if first % self._order.steps_per_epoch:
+            self._on_resume()
         for step in range(first, end):
             yield list(self._order.local_indices(step, self._rank, self._world_size))

@@ -121,9 +121,8 @@ class Attached:
         """Fill the objects with the job's newest state, and return its number of steps.
 
         From memory, else from storage, else from `start_from`; else they stay as they are, and the
-        result is `step`. Generators of random numbers are restored, too: here, and again by the
-        model's first forward pass in training mode, so that what a loop draws to find its place in
-        the data changes nothing. All ranks call it once, before the loop.
+        result is `step`. Generators of random numbers are restored, too. All ranks call it once,
+        before the loop.
 
         Args:
             step: steps that the objects have behind them as they are, such as those of a checkpoint
@@ -190,10 +189,6 @@ class Attached:
         The process ends here if the job goes on with other ranks.
         """
         self._before_write()
-        if self._generators is not None:
-            (python, tensors), self._generators = self._generators, None
-            random.setstate(python)
-            self._training.set_generators(tensors)
 
     def step_done(self, batches: int = 1) -> None:
         """Note that a step is completed: optimizers and schedulers have written all that it writes.
@@ -210,6 +205,7 @@ class Attached:
             UsageError: `restore` was not called, or `finish` was.
         """
         snapshots = self._opened()
+        self._generators = None
         position = self._position
         self._position = replace(position, step=position.step + 1, batch=position.batch + batches)
         self._session.progress(self._assignment.generation, self.steps)
@@ -338,7 +334,13 @@ class Attached:
         )
         begin = self._passes_end
         self._begin_pass(begin, begin + epochs * order.steps_per_epoch)
-        return RankBatches(order, epochs, lambda: self._position.batch - begin, *self._share)
+        return RankBatches(
+            order,
+            epochs,
+            *self._share,
+            consumed=lambda: self._position.batch - begin,
+            on_resume=self._restore_generators,
+        )
 
     def _begin_pass(self, begin: int, end: int) -> None:
         if self._position.batch < begin:
@@ -370,6 +372,13 @@ class Attached:
         # A graph that is compiled whole has no place for this; the optimizers have.
         if model.training and not torch.compiler.is_compiling():
             self.before_step()
+
+    def _restore_generators(self) -> None:
+        """Set the generators back to what `restore` has made them, before the first step."""
+        if self._generators is not None:
+            (python, tensors), self._generators = self._generators, None
+            random.setstate(python)
+            self._training.set_generators(tensors)
 
     def _before_write(self) -> None:
         """End the process if its generation is over; the script has done what follows a step."""

@@ -45,7 +45,7 @@ def run_undisturbed(script: str, directory: Path, **options: Any) -> Lines:
 
 def run_and_kill(script: str, directory: Path, **options: Any) -> Lines:
     """Run a script on two nodes, kill a worker and then a node; return each step's last lines."""
-    with cluster(script, directory, workers=1, nnodes="1:2", pause_s=0.2, **options) as running:
+    with cluster(script, directory, workers=1, nnodes="1:2", pause_s=0.6, **options) as running:
         running.start("a")
         running.start("b")
         before = running.wait_until(lambda view: committed_step_of(view) >= 3, 180)

@@ -94,6 +94,8 @@ with (Path(options["log"]) / f"rank-{rank}.{os.getpid()}.jsonl").open("a") as lo
                 "scale": scaler.get_scale(),
             }
             print(json.dumps(line), file=log, flush=True)
+            if training.steps == options.get("stop_at"):
+                sys.exit(0)
             if not (Path(options["log"]) / "hurry").exists():
                 time.sleep(options.get("pause_s", 0.0))
 # As PyTorch asks for; keepstep makes the last step safe after it.

@@ -88,6 +88,23 @@ def test_lost_worker_and_then_a_lost_node_change_no_loss_and_no_sample(
     assert "Traceback" not in running.output()
 
 
+@pytest.mark.parametrize("stop_at", [8, 10], ids=["after an epoch", "within an epoch"])
+def test_script_that_resumes_from_storage_draws_the_same_random_numbers(
+    tmp_path: Path, undisturbed: Lines, stop_at: int
+) -> None:
+    """A loader draws from the generators when it is iterated, which a resumed epoch does again."""
+    options = {"checkpoint": str(tmp_path / "checkpoint"), "workers": 4, "nnodes": "1:1"}
+    for part, steps in (("first", stop_at), ("second", stop_at + 3)):
+        with cluster(tmp_path / part, **options, stop_at=steps) as running:
+            running.start("a")
+            assert running.wait("a", 120) == 0, running.output()
+    resumed = last_run_of_each_step(tmp_path / "second")
+    assert sorted(resumed) == [stop_at + 1, stop_at + 2, stop_at + 3]
+    for step, ranks in resumed.items():
+        for rank, line in ranks.items():
+            assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
+
+
 def test_node_that_joins_takes_part_and_no_step_is_computed_again(
     tmp_path: Path, undisturbed: Lines
 ) -> None:

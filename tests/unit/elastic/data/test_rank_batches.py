@@ -22,8 +22,13 @@ def test_loop_over_epochs_reads_each_batch_once_wherever_it_resumes(
     total = epochs * order.steps_per_epoch
     consumed = start = resumed.draw(st.integers(0, total))
     world_size = resumed.draw(st.integers(1, global_batch))
+    # An epoch that is resumed within resumes once on each rank; one that begins does not.
+    resumptions = [None] * world_size if start % order.steps_per_epoch else []
     batches = [
-        RankBatches(order, epochs, lambda: consumed, rank, world_size) for rank in range(world_size)
+        RankBatches(
+            order, epochs, rank, world_size, consumed=lambda: consumed, on_resume=resumptions.pop
+        )
+        for rank in range(world_size)
     ]
     read: list[int] = []
     for _ in range(epochs):
@@ -32,4 +37,5 @@ def test_loop_over_epochs_reads_each_batch_once_wherever_it_resumes(
             read += [index for share in shares for index in share]
             consumed += 1
     assert consumed == total
+    assert resumptions == []
     assert read == [index for step in range(start, total) for index in order.indices(step)]
