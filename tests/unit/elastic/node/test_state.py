@@ -166,6 +166,12 @@ def test_a_node_enters_what_is_newer_and_goes_back_to_nothing() -> None:
     assert next_action(replace(RUNNING, drained=4), later) is None
     assert next_action(replace(RUNNING, drained=5), later) is None
     assert next_action(RUNNING, replace(VIEW, generation=None)) is None
+    # A mirror that lags behind shows the end of a generation that the workers have left.
+    older = replace(
+        VIEW, generation=replace(GENERATION, generation=2), closing=replace(CLOSING, generation=2)
+    )
+    assert next_action(RUNNING, older) is None
+    assert next_action(replace(RUNNING, workers=Workers(), drained=3), older) is None
 
 
 def test_nobody_aborts_before_the_server_is_fenced_and_the_leader_has_ordered_it() -> None:
@@ -192,6 +198,9 @@ def test_workers_of_a_paused_job_end_once_and_not_before_they_have_drained() -> 
     assert next_action(RUNNING, view) == Drain(3, abort=False)
     drained = replace(RUNNING, drained=3)
     assert next_action(drained, view) == EndPaused(3)
+    assert next_action(drained, replace(view, pause=None)) is None
+    done = replace(drained, workers=replace(WORKERS, done=True))
+    assert next_action(done, view) is None
     ended = replace(drained, paused=3, workers=replace(WORKERS, present=False))
     assert next_action(ended, view) is None
     assert ended.phase is NodePhase.DRAINED
@@ -224,3 +233,14 @@ def test_node_that_joins_again_takes_no_generation_for_open_that_its_workers_hav
     assert drained_on_joining(replace(state, record=ahead)) == 5
     waiting = replace(RECORD, generation=0, phase=NodePhase.WAITING)
     assert drained_on_joining(NodeState(record=waiting)) == 0
+
+
+def test_node_that_begins_has_entered_ordered_and_paused_nothing() -> None:
+    begun = NodeState(record=replace(RECORD, generation=0))
+    assert (begun.drained, begun.ordered, begun.paused) == (0, 0, 0)
+    assert begun.workers == Workers(
+        generation=0, present=False, done=False, running=False, failure=None,
+        awaits_abort_order=False,
+    )  # fmt: skip
+    assert begun.phase is NodePhase.WAITING
+    assert next_action(begun, VIEW) == Enter(GENERATION)
