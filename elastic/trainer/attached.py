@@ -183,6 +183,16 @@ class Attached:
         self._begin_step()
         return step
 
+    def restore_generators(self) -> None:
+        """Set the generators back to what `restore` has made them, before the first step.
+
+        For loops that draw numbers to find their place in the data. Further calls do nothing.
+        """
+        if self._generators is not None:
+            (python, tensors), self._generators = self._generators, None
+            random.setstate(python)
+            self._training.set_generators(tensors)
+
     def before_step(self) -> None:
         """Do what the model's first forward pass of a step does, if a loop calls its parts only.
 
@@ -339,7 +349,7 @@ class Attached:
             epochs,
             *self._share,
             consumed=lambda: self._position.batch - begin,
-            on_resume=self._restore_generators,
+            on_resume=self.restore_generators,
         )
 
     def _begin_pass(self, begin: int, end: int) -> None:
@@ -372,13 +382,6 @@ class Attached:
         # A graph that is compiled whole has no place for this; the optimizers have.
         if model.training and not torch.compiler.is_compiling():
             self.before_step()
-
-    def _restore_generators(self) -> None:
-        """Set the generators back to what `restore` has made them, before the first step."""
-        if self._generators is not None:
-            (python, tensors), self._generators = self._generators, None
-            random.setstate(python)
-            self._training.set_generators(tensors)
 
     def _before_write(self) -> None:
         """End the process if its generation is over; the script has done what follows a step."""

@@ -16,7 +16,6 @@ Trainer's seams are those of the versions in `TRIED`.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -34,8 +33,7 @@ from keepstep.elastic.data.order import DataOrder
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.attach import attach
 from keepstep.elastic.trainer.attached import Attached
-
-log = logging.getLogger("keepstep")
+from keepstep.integrations.versions import warn_if_untried
 
 TRIED = ("2.6",)
 """Versions of lightning that were tried."""
@@ -102,7 +100,7 @@ class KeepstepCallback(Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach the objects that Trainer has made, and restore them."""
-        _check_version()
+        warn_if_untried("lightning", lightning.__version__, TRIED)
         connector = trainer._checkpoint_connector
         # Of `ckpt_path`. What keepstep restores replaces it.
         connector.restore_training_state()
@@ -123,9 +121,9 @@ class KeepstepCallback(Callback):  # type: ignore[misc]
         if attached.source != "memory":
             # A job that begins after an early stop was started to go on.
             trainer.should_stop = False
+        # Made for `estimated_stepping_batches`, it has not got its stored position.
+        fit_loop._combined_loader = None
         if self._is_restored:
-            # Made for `estimated_stepping_batches`, it has not got its stored position.
-            fit_loop._combined_loader = None
             trainer.num_sanity_val_steps = 0
             connector._ckpt_path = None
         if attached.is_managed:
@@ -146,11 +144,17 @@ class KeepstepCallback(Callback):  # type: ignore[misc]
                 "that `keepstep convert` has made by KeepstepCallback(start_from=...)"
             )
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin an epoch with the random numbers that the one before has left."""
+        if self._attached is not None:
+            self._attached.restore_generators()
+
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin a step. Lightning may not call the whole model in it."""
         if self._attached is not None:
+            self._attached.restore_generators()
             self._attached.before_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -319,13 +323,3 @@ class _Progress:
         if state["data"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state["data"])
         self._callback._is_restored = True
-
-
-def _check_version() -> None:
-    version = lightning.__version__
-    if not version.startswith(tuple(f"{tried}." for tried in TRIED)):
-        log.warning(
-            "keepstep.integrations.lightning was tried with lightning %s, this is %s",
-            ", ".join(TRIED),
-            version,
-        )

@@ -42,7 +42,15 @@ class Module(LightningModule):
         if options["strategy"] == "fsdp2":
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
+    def on_train_start(self) -> None:
+        # Other draws than those of the state that is restored.
+        torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(1)
+
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.drawn = torch.rand(1).item()
         return (self.net(batch[1]) - batch[1]).square().mean()
 
     def validation_step(self, batch: Any, number: int) -> None:
@@ -96,6 +104,8 @@ class Record(Callback):
             "world_size": trainer.world_size,
             "validated": self.validated,
             "epochs": self.epochs,
+            "drawn": trainer.lightning_module.drawn,
+            "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "answers_notices": signal.getsignal(signal.SIGTERM).__module__,
         }
         with self.path.open("a") as file:
@@ -107,6 +117,11 @@ class Record(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self.validated = [*self.validated, trainer.global_step]
+
+    def on_exception(
+        self, trainer: Trainer, module: LightningModule, exception: BaseException
+    ) -> None:
+        (log / "failed").touch()
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.epochs = [*self.epochs, trainer.current_epoch]
@@ -126,10 +141,11 @@ trainer = Trainer(
         if options["strategy"] == "fsdp2"
         else options["strategy"]
     ),
-    callbacks=[Record(), protection],
+    callbacks=[protection, Record()],
     max_epochs=options["epochs"],
+    max_steps=options.get("max_steps", -1),
     accumulate_grad_batches=2,
-    val_check_interval=4,
+    val_check_interval=options["validate_every"],
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,

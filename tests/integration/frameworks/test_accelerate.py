@@ -1,0 +1,57 @@
+"""Claims about loops written for Accelerate under keepstep: processes and nodes are lost."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from keepstep.elastic.errors import UsageError
+from tests.integration.frameworks.framework_jobs import check, run_and_kill, run_undisturbed
+
+accelerate = pytest.importorskip("accelerate")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+SCRIPT = "accelerate_loop.py"
+
+
+def test_loop_that_loses_a_worker_and_a_node_computes_the_same_losses(tmp_path: Path) -> None:
+    """Its learning rate, and what is registered with Accelerate, are restored."""
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", epochs=25)
+    disturbed = run_and_kill(SCRIPT, tmp_path / "disturbed", epochs=25)
+    check(disturbed, undisturbed)
+    assert max(undisturbed) == 100
+    for step, ranks in disturbed.items():
+        for line in ranks.values():
+            assert line["rate"] == undisturbed[step][0]["rate"]
+            assert line["counted"] == 16 * step
+
+
+def test_page_shows_lines_that_the_tested_script_has() -> None:
+    page = (ROOT / "docs/integrations.md").read_text()
+    shown = re.search(r"## Accelerate\n\n```python\n(.*?)```", page, re.S)
+    assert shown is not None
+    script = (HERE / SCRIPT).read_text()
+    for line in shown[1].splitlines():
+        assert (
+            line.strip()
+            .replace("epochs=3", 'epochs=options["epochs"]')
+            .replace("range(3)", 'range(options["epochs"])')
+            in script
+        ), line
+
+
+def test_engines_and_other_numbers_of_models_are_refused() -> None:
+    import torch
+
+    from keepstep.integrations.accelerate import attach
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(UsageError, match="has prepared 0 models"):
+        attach(accelerator)
+    accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="has prepared 2 models"):
+        attach(accelerator)
+    with pytest.raises(UsageError, match="an engine of its own"):
+        attach(SimpleNamespace(distributed_type=accelerate.DistributedType.DEEPSPEED))
