@@ -160,6 +160,14 @@ class Attached:
                 loaded=resumed.loaded if self._assignment.rank == 0 else None,
             )
         )
+        # Before the manager's hooks, which refuse an optimizer's step where the process is to end.
+        self._hooks = (
+            self._training.model.register_forward_pre_hook(self._before_forward),
+            *(
+                optimizer.register_step_pre_hook(lambda *_: self._before_write())
+                for optimizer in self._training.optimizers
+            ),
+        )
         self._snapshots = SnapshotManager(
             training=self._training,
             device=self._device,
@@ -168,14 +176,6 @@ class Attached:
             interval=self._interval,
             ranks=self._ranks,
             step=step,
-        )
-        # After the manager's hooks: the process may end here.
-        self._hooks = (
-            self._training.model.register_forward_pre_hook(self._before_forward),
-            *(
-                optimizer.register_step_pre_hook(lambda *_: self._before_write())
-                for optimizer in self._training.optimizers
-            ),
         )
         if step > 0:
             # Until then it depends on what is left of the old groups.

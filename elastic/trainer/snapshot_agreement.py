@@ -198,7 +198,7 @@ class Moment(Enum):
     COPY_TORN = auto()
     """The copy of the last snapshot is complete, and torn."""
     BEFORE_WRITE = auto()
-    """An optimizer is about to write; the last copy is complete."""
+    """An optimizer is about to write, inside a step; the last copy is complete."""
     WRITES_OVER = auto()
     """The step's code has ended; the last copy is complete."""
     STEP_DONE = auto()
@@ -214,7 +214,7 @@ def advance(state: Agreement, event: Event) -> Agreement:
     """Return the state after an event. If it counts another reduction, this rank begins it now."""
     match event:
         case StepBegan(stops=stops):
-            # What wrote outside of steps has begun a reduction, which is this step's.
+            # A step that the script left by an exception has begun a reduction: it is this step's.
             is_open = state.phase in (Phase.OUTSIDE, Phase.OPEN)
             phase = Phase.OPEN if is_open else Phase.EARLY
             return replace(state, phase=phase, wants_stop=stops)
@@ -227,7 +227,7 @@ def advance(state: Agreement, event: Event) -> Agreement:
             return replace(state, fate=fate, copies_synchronously=True)
         case Moment.BEFORE_WRITE:
             written = replace(state, is_written=True)
-            if state.phase in (Phase.OUTSIDE, Phase.OPEN):
+            if state.phase is Phase.OPEN:
                 return _reducing(written, Phase.LATE)
             return _repeated(written)
         case Moment.WRITES_OVER:

@@ -25,6 +25,7 @@ from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
 from keepstep.elastic.data.position import Position
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.snapshot_agreement import (
     Agreement,
     Event,
@@ -214,6 +215,12 @@ class SnapshotManager:
             self._apply(Moment.FORWARD_DONE)
 
     def _before_write(self) -> None:
+        if self._agreement.phase is Phase.OUTSIDE:
+            # This rank would then be a reduction ahead of ranks whose step a failure interrupted.
+            raise UsageError(
+                "an optimizer's step was called outside of a step of the job, where a recovery "
+                "loses it: put it inside `with job.step()`"
+            )
         began_s = time.monotonic()
         self._wait()
         if not self._agreement.is_written:

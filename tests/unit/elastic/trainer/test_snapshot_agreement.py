@@ -168,7 +168,8 @@ class Rank:
 
     def compute(self, step: int) -> Iterator[None]:
         if self._job.forwards and self._job.mishap():
-            # The script writes outside of steps, where other ranks may not.
+            # The script catches an exception of its step, where other ranks have none.
+            self.apply(StepBegan())
             self.wait_for_copy()
             self.apply(Moment.BEFORE_WRITE)
         self.apply(StepBegan(stops=self._job.mishap()))

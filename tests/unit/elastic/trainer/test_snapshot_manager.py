@@ -13,6 +13,7 @@ from torch import nn
 
 from keepstep.checkpoint.errors import StateChanged
 from keepstep.elastic.data.position import Position
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer import snapshot_manager
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
@@ -80,6 +81,14 @@ def compute_step(manager: SnapshotManager, step: int, *, writes: bool = True) ->
         optimizer.step()
     if manager.complete_step(position):
         manager.take_agreed(position)
+
+
+def test_optimizer_steps_inside_steps_only(manager: SnapshotManager) -> None:
+    (optimizer,) = manager._training.optimizers
+    for step in (1, 2):
+        with pytest.raises(UsageError, match=r"put it inside `with job\.step\(\)`"):
+            optimizer.step()
+        compute_step(manager, step)
 
 
 @pytest.mark.parametrize("writes", [True, False], ids=["it writes", "its gradients overflowed"])
