@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.parameter import Parameter
 
-SEEN_IN = ("2.13",)
+SEEN_IN = ("2.10", "2.11", "2.13", "2.14", "2.15")
 """Versions of PyTorch in which all of these names were tried."""
 
 # --- tensors and modules
@@ -151,9 +151,13 @@ def clear_sharding_caches() -> None:
         _gen_transform_infos,
         clear_redistribute_planner_cache,
     )
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor.debug import (
+        _clear_fast_path_sharding_prop_cache,
+        _clear_python_sharding_prop_cache,
+    )
 
-    _clear_sharding_prop_cache()
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
     clear_redistribute_planner_cache()
 
@@ -263,8 +267,12 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
 
 
 def mesh_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """Return the groups that a mesh keeps, by name, where compiled code finds them."""
-    return mesh._pg_registry
+    """Return the groups that a mesh keeps, by name, where compiled code finds them.
+
+    A mesh of PyTorch 2.10 keeps none: its groups are found by their names.
+    """
+    groups: dict[str, dist.ProcessGroup] = getattr(mesh, "_pg_registry", {})
+    return groups
 
 
 # --- checkpoints of PyTorch

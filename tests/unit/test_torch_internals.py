@@ -153,7 +153,8 @@ def test_groups_are_named_and_counted(group: dist.ProcessGroup) -> None:
     assert isinstance(torch_internals.back_end(group, CPU), dist.ProcessGroupGloo)
     mesh = init_device_mesh("cpu", (1,))
     assert torch_internals.mesh_group_names(mesh) == [group.group_name]
-    assert group.group_name in torch_internals.mesh_groups(mesh)
+    if not torch.__version__.startswith("2.10."):
+        assert group.group_name in torch_internals.mesh_groups(mesh)
 
 
 def test_accelerators_are_known_by_name() -> None:
