@@ -164,7 +164,7 @@ class Attached:
         self._hooks = (
             self._training.model.register_forward_pre_hook(self._before_forward),
             *(
-                optimizer.register_step_pre_hook(lambda *_: self._before_write())
+                optimizer.register_step_pre_hook(lambda *_: self.end_if_over())
                 for optimizer in self._training.optimizers
             ),
         )
@@ -192,13 +192,6 @@ class Attached:
             (python, tensors), self._generators = self._generators, None
             random.setstate(python)
             self._training.set_generators(tensors)
-
-    def before_step(self) -> None:
-        """Do what the model's first forward pass of a step does, if a loop calls its parts only.
-
-        The process ends here if the job goes on with other ranks.
-        """
-        self._before_write()
 
     def step_done(self, batches: int = 1) -> None:
         """Note that a step is completed: optimizers and schedulers have written all that it writes.
@@ -247,7 +240,7 @@ class Attached:
         if self._is_finished:
             return
         snapshots = self._opened()
-        self._before_write()
+        self.end_if_over()
         generation, final = self._assignment.generation, self._position
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
@@ -263,6 +256,15 @@ class Attached:
         for hook in self._hooks:
             hook.remove()
         snapshots.close()
+
+    def end_if_over(self) -> None:
+        """End the process if the job goes on with other ranks.
+
+        The model's and the optimizers' next step calls it. A framework that changes its own state
+        before them calls it after `step_done`, once it has done all that follows a step.
+        """
+        if self._hands_over:
+            self._hand_over()
 
     def end_if_lost(self, error: BaseException) -> None:
         """End the process if the end of its generation has caused an error of the script.
@@ -381,12 +383,7 @@ class Attached:
     def _before_forward(self, model: torch.nn.Module, _: Any) -> None:
         # A graph that is compiled whole has no place for this; the optimizers have.
         if model.training and not torch.compiler.is_compiling():
-            self.before_step()
-
-    def _before_write(self) -> None:
-        """End the process if its generation is over; the script has done what follows a step."""
-        if self._hands_over:
-            self._hand_over()
+            self.end_if_over()
 
     def _hand_over(self) -> NoReturn:
         """Seal the state for the processes that go on with it, and end this one."""

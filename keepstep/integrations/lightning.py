@@ -152,10 +152,9 @@ class KeepstepCallback(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a step. Lightning may not call the whole model in it."""
+        """Resume within an epoch with the random numbers that the last step has left."""
         if self._attached is not None:
             self._attached.restore_generators()
-            self._attached.before_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait until the last step is safe."""
@@ -188,6 +187,7 @@ class KeepstepCallback(Callback):  # type: ignore[misc]
             # Several optimizers move it by more than one.
             self._global_step = self._trainer.global_step
             self._attached.step_done()
+            self._attached.end_if_over()
 
 
 class RankLoader:

@@ -20,7 +20,13 @@ HERE = Path(__file__).parent
 
 
 def cluster(
-    script: str, directory: Path, *, workers: int, nnodes: str, **options: Any
+    script: str,
+    directory: Path,
+    *,
+    workers: int,
+    nnodes: str,
+    last_call_s: float = 60.0,
+    **options: Any,
 ) -> PatientCluster:
     """Return a cluster that runs a script of this folder; `options` are the script's."""
     (directory / "log").mkdir(parents=True, exist_ok=True)
@@ -30,7 +36,7 @@ def cluster(
         nnodes=nnodes,
         workers=workers,
         log=directory / "agents",
-        last_call_s=60.0,
+        last_call_s=last_call_s,
         spares=0,
     )
 

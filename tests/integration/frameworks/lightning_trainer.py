@@ -130,7 +130,9 @@ class Record(Callback):
 
 torch.manual_seed(0)
 module = Module()
-protection = KeepstepCallback(checkpoint=options.get("checkpoint"), seed=7)
+protection = KeepstepCallback(
+    checkpoint=options.get("checkpoint"), snapshot_every=options.get("snapshot_every", 1), seed=7
+)
 trainer = Trainer(
     **placement(),
     accelerator="cpu",

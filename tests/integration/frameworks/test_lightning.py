@@ -9,7 +9,13 @@ import pytest
 
 from keepstep.elastic.errors import UsageError
 from tests.adaptive_timeouts import patient
-from tests.integration.frameworks.framework_jobs import check, run_and_kill, run_undisturbed
+from tests.integration.frameworks.framework_jobs import (
+    check,
+    cluster,
+    run_and_kill,
+    run_undisturbed,
+)
+from tests.integration.job.jobs import last_run_of_each_step, samples
 
 lightning = pytest.importorskip("lightning")
 
@@ -40,6 +46,31 @@ def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(
             for name in ("rate", "validated", "epochs", "logged"):
                 assert line[name] == undisturbed[step][0][name], (step, name)
             assert line["answers_notices"] == "keepstep.elastic.worker.script_signals"
+
+
+def test_node_that_joins_takes_part_and_no_step_is_computed_again(tmp_path: Path) -> None:
+    """The state between two snapshots is handed over, as Trainer's loops have it there."""
+    options = {"epochs": 8, "dropout": 0.0, "strategy": "fsdp2", "validate_every": 4}
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **options)
+    options["snapshot_every"] = 100
+    directory = tmp_path / "joined"
+    with cluster(
+        SCRIPT, directory, workers=1, nnodes="1:2", last_call_s=0.0, pause_s=0.6, **options
+    ) as running:
+        running.start("a")
+        running.wait_until(lambda view: view.history.recoveries, 180)
+        running.start("b")
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 180)
+        (directory / "log/hurry").touch()
+        assert [running.wait(node, 180) for node in ("a", "b")] == [0, 0], running.output()
+    assert [recovery.world_size for recovery in view.history.recoveries] == [1, 2]
+    assert "0 steps computed again" in running.output()
+    lines = last_run_of_each_step(directory)
+    assert lines.keys() == undisturbed.keys()
+    for step, ranks in undisturbed.items():
+        assert sorted(samples({step: lines[step]})) == sorted(samples({step: ranks}))
+        for name in ("rate", "validated", "epochs", "logged"):
+            assert lines[step][0][name] == ranks[0][name]
 
 
 def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
