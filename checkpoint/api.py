@@ -9,6 +9,7 @@ byte on one rank, which hands it on to the others.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, overload
 
@@ -19,13 +20,14 @@ from keepstep.checkpoint.format.layout.completeness import (
     Requested,
 )
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
-from keepstep.checkpoint.format.layout.location import split_format_prefix
+from keepstep.checkpoint.format.layout.location import Location, split_format_prefix
 from keepstep.checkpoint.format.layout.quantized import is_quantized
 from keepstep.checkpoint.format.stored.chunking import Compression
-from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep, whole_number
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.steps import missing
 from keepstep.checkpoint.format.stored.storage import Storage, open_storage
+from keepstep.checkpoint.format.stored.urls import url_text
 from keepstep.checkpoint.live.fills import Fill
 from keepstep.checkpoint.live.state_mapping import (
     StateMapping,
@@ -33,6 +35,7 @@ from keepstep.checkpoint.live.state_mapping import (
 )
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.ranks.agreement import (
+    check_same,
     load_newest_intact,
     older_steps,
 )
@@ -61,7 +64,7 @@ __all__ = ["SaveHandle", "Saver", "load", "save"]
 
 @overload
 def save(
-    url: str,
+    url: str | os.PathLike[str],
     state: StateMapping,
     *,
     step: int,
@@ -76,7 +79,7 @@ def save(
 
 @overload
 def save(
-    url: str,
+    url: str | os.PathLike[str],
     state: StateMapping,
     *,
     step: int,
@@ -90,7 +93,7 @@ def save(
 
 
 def save(
-    url: str,
+    url: str | os.PathLike[str],
     state: StateMapping,
     *,
     step: int,
@@ -129,14 +132,14 @@ def save(
         process_group: the ranks that save together, each of which makes the call; None for the
             default group, or for one process without any. Ranks that are not in it do something
             else meanwhile.
-        block: return when the checkpoint is durable.
+        block: return when the checkpoint is durable. The same on all ranks.
 
     Raises:
         ValueError: there is no such compression.
         CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write, or wrote elsewhere; every rank raises. With
             `block=False` the handle has these errors, and only a state that cannot be stored
-            (LayoutMismatch) and steps that differ raise.
+            (LayoutMismatch) and arguments that are invalid or differ between ranks raise.
     """
     if not block:
         return PROCESS_SAVER.get(process_group).save(
@@ -151,21 +154,21 @@ def save(
     group = CONTROL_GROUPS.of(process_group)
     saver = PROCESS_SAVER.current
     failure = None if saver is None else saver.finish()
-    opened: list[tuple[Storage, StoredStep]] = []
+    opened: list[Storage] = []
 
     def prepare() -> LiveState:
-        opened.append((open_storage(url), StoredStep(step, generation)))
+        opened.append(open_storage(url_text(url)))
         return capture(state, descriptions, config)
 
     agreed = agree_on_save(
         prepare, failure, PROCESS_SAVER.plans, group, compression, step=step, generation=generation
     )
-    ((storage, stored),) = opened
+    (storage,) = opened
     if report_previous_failure(agreed.failures) is not None and saver is not None:
         saver.forget_failure()
     part = DirectPart(
         storage,
-        Attempt(stored, agreed.attempt),
+        Attempt(agreed.stored, agreed.attempt),
         group.rank,
         agreed.plan.own,
         agreed.plan.tensors,
@@ -178,7 +181,7 @@ def save(
 
 
 def load(
-    url: str,
+    url: str | os.PathLike[str],
     state: StateMapping,
     *,
     step: int | None = None,
@@ -251,7 +254,7 @@ def load(
 
 
 def load_state(
-    url: str,
+    url: str | os.PathLike[str],
     state: StateMapping,
     options: LoadOptions,
     group: ControlGroup,
@@ -260,9 +263,42 @@ def load_state(
     fallback: bool = False,
 ) -> LoadReport:
     """Fill `state` from a checkpoint, as `load` does, and return what it was filled from."""
-    location = split_format_prefix(url)
-    # It sends no request: if it fails, it does so on all ranks.
-    storage = open_storage(location.url)
+
+    def prepare() -> tuple[str, Location, Storage, int | None]:
+        target = url_text(url)
+        location = split_format_prefix(target)
+        number = None if step is None else whole_number("step", step)
+        return target, location, open_storage(location.url), number
+
+    # Ranks whose options differ would wait for each other in different collectives.
+    (target, location, storage, number), given = group.run_and_share(
+        prepare,
+        lambda prepared: {
+            "url": prepared[0],
+            "step": prepared[3],
+            "strict": options.strict,
+            "convert": options.convert,
+            "fallback": fallback,
+            # Their files may lie elsewhere on each rank; what they lead to is compared later.
+            "rules": "none" if options.rules is None else "given",
+        },
+    )
+    check_same(given, group, "load one checkpoint together")
+    return _load_from(target, location, storage, state, options, group, number, fallback=fallback)
+
+
+def _load_from(
+    url: str,
+    location: Location,
+    storage: Storage,
+    state: StateMapping,
+    options: LoadOptions,
+    group: ControlGroup,
+    step: int | None,
+    *,
+    fallback: bool,
+) -> LoadReport:
+    """Fill a state as `load_state` does, with the arguments that all ranks have given."""
     found = find_together(storage, group, step) if location.format is None else None
     if found is None:
         # The readers of other tools' checkpoints are imported only where one is read.

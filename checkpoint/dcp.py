@@ -62,7 +62,7 @@ from keepstep.checkpoint.format.stored.chunking import (
     plan_chunks,
 )
 from keepstep.checkpoint.format.stored.manifest import StoredObject
-from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep
+from keepstep.checkpoint.format.stored.object_names import Attempt, StoredStep, whole_number
 from keepstep.checkpoint.format.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.checkpoint.format.stored.writer import publish, write_part
@@ -120,7 +120,7 @@ class Writer(StorageWriter):
         check_compression(compression)
         self._compression = compression
         self._url = os.fspath(url)
-        self._stored = StoredStep(step, generation)
+        self._stored = StoredStep.of(step, generation)
         self._tensors: dict[str, StoredTensor] = {}
         self._chunk_parts: dict[str, list[int]] = {}
         self._attempt: Attempt | None = None
@@ -256,7 +256,7 @@ class Reader(StorageReader):
     def __init__(self, url: str | os.PathLike[str], *, step: int | None = None) -> None:
         super().__init__()
         self._url = os.fspath(url)
-        self._step = step
+        self._step = None if step is None else whole_number("step", step)
         self._opened: StoredCheckpoint | None = None
 
     @property

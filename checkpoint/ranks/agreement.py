@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
+from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.steps import list_steps
 from keepstep.checkpoint.format.stored.storage import Storage
@@ -27,6 +28,26 @@ class Loaded(Generic[Result]):
     stored: StoredStep
     result: Result
     damaged: tuple[StoredStep, ...]
+
+
+def check_same(given: Sequence[Mapping[str, Json]], group: ControlGroup, together: str) -> None:
+    """Check that all ranks have given the same arguments.
+
+    Args:
+        given: each rank's arguments, of the same names.
+        group: the ranks.
+        together: what all ranks do together, for the message.
+
+    Raises:
+        CheckpointError: a rank has given another one than rank 0.
+    """
+    for number, own in enumerate(given):
+        for name, first in given[0].items():
+            if own[name] != first:
+                raise CheckpointError(
+                    f"rank {group.global_ranks[number]} gives {name}={own[name]!r}, and rank "
+                    f"{group.global_ranks[0]} {name}={first!r}; all ranks {together}"
+                )
 
 
 def agreed_steps(storage: Storage, group: ControlGroup) -> tuple[StoredStep, ...]:

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 
 from msgspec.msgpack import decode, encode
 
-from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.layout.boxes import Box, Entry, Json
 from keepstep.checkpoint.format.layout.documents import (
     PROVENANCE,
@@ -29,6 +28,7 @@ from keepstep.checkpoint.format.stored.chunking import (
     check_compression,
     check_storable,
 )
+from keepstep.checkpoint.format.stored.object_names import StoredStep
 from keepstep.checkpoint.format.stored.piece_rounds import (
     Pieces,
     Request,
@@ -51,6 +51,7 @@ from keepstep.checkpoint.format.stored.writer import ReadBox
 from keepstep.checkpoint.live.fills import Bytes
 from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, bytes_of
+from keepstep.checkpoint.ranks.agreement import check_same
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.checkpoint.ranks.piece_exchange import exchange_pieces
 
@@ -107,6 +108,7 @@ class AgreedSave:
     """A save that all ranks have agreed on.
 
     Attributes:
+        stored: the checkpoint's step and generation.
         attempt: name of the attempt, the same on all ranks.
         live: this rank's state.
         plan: what this rank writes, and what rank 0 publishes.
@@ -115,6 +117,7 @@ class AgreedSave:
         failures: what each rank tells about its last save.
     """
 
+    stored: StoredStep
     attempt: str
     live: LiveState
     plan: SharedPlan
@@ -131,6 +134,7 @@ def agree_on_save(
     *,
     step: int = 0,
     generation: int = 0,
+    block: bool = True,
     begin: Callable[[Sequence[LiveTensor], SharedPlan | None], None] = lambda *_: None,
 ) -> AgreedSave:
     """Capture all ranks' states and plan a save of them.
@@ -143,36 +147,38 @@ def agree_on_save(
         compression: as for `plan_chunks`.
         step: the step to save, which must be the same on all ranks.
         generation: its generation, in the same way.
+        block: whether this is a save that blocks, in the same way.
         begin: called as soon as the tensors are captured, with the plan of the last save if it
             fits them; whether all ranks follow it is not known yet.
 
     Raises:
-        CheckpointError: a rank could not capture its state, or the ranks' states, steps or
-            generations do not fit together; every rank raises.
+        CheckpointError: a rank could not capture its state, or the ranks' states or arguments do
+            not fit together; every rank raises.
     """
 
-    def prepare() -> tuple[LiveState, Signature, SharedPlan | None]:
+    def prepare() -> tuple[LiveState, Signature, SharedPlan | None, StoredStep]:
         check_compression(compression)
+        stored = StoredStep.of(step, generation)
         live = capture()
         signature = signature_of(live.tensors, group, compression)
         plan = cache.plan_for(signature)
         begin(live.tensors, plan)
         if group.rank == 0:
             live = _with_provenance(live, group.size)
-        return live, signature, plan
+        return live, signature, plan, stored
 
     # All ranks take the name that rank 0 gives the attempt.
-    (live, signature, plan), gathered = group.run_and_share(
+    (live, signature, plan, stored), gathered = group.run_and_share(
         prepare,
         lambda prepared: [
             uuid.uuid4().hex,
             None if prepared[2] is None else prepared[2].name,
             document_digests(prepared[0].documents),
             failure,
-            [step, generation],
+            {"step": prepared[3].step, "generation": prepared[3].generation, "block": block},
         ],
     )
-    _check_steps([stored for *_, stored in gathered], group)
+    check_same([given for *_, given in gathered], group, "save one step together")
     attempt = str(gathered[0][0])
     known = {name for _, name, *_ in gathered}
     if plan is None or len(known) > 1:
@@ -182,6 +188,7 @@ def agree_on_save(
     digests = [digests for _, _, digests, *_ in gathered]
     holders = last_holders(digests)
     return AgreedSave(
+        stored=stored,
         attempt=attempt,
         live=live,
         plan=plan,
@@ -192,18 +199,6 @@ def agree_on_save(
         },
         failures=tuple(failure for *_, failure, _ in gathered),
     )
-
-
-def _check_steps(stored: Sequence[Json], group: ControlGroup) -> None:
-    """Check that all ranks save the same step and generation."""
-    first = stored[0]
-    for number, own in enumerate(stored):
-        if own != first:
-            raise CheckpointError(
-                f"rank {group.global_ranks[number]} saves step {own[0]} of generation {own[1]}, "
-                f"and rank {group.global_ranks[0]} step {first[0]} of generation {first[1]}; all "
-                "ranks save one step together"
-            )
 
 
 def _with_provenance(live: LiveState, world_size: int) -> LiveState:

@@ -31,10 +31,11 @@ from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.format.layout.boxes import Box, Json
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.format.stored.chunking import Compression
+from keepstep.checkpoint.format.stored.urls import parse_url, url_text
 from keepstep.checkpoint.live.fills import Bytes
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.state_mapping import StateMapping, capture
-from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
 from keepstep.checkpoint.ranks.collective_plan import (
     PlanCache,
@@ -119,7 +120,7 @@ class Saver:
 
     def save(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         state: StateMapping,
         *,
         step: int,
@@ -134,9 +135,9 @@ class Saver:
 
         Raises:
             LayoutMismatch: the state cannot be stored; every rank raises.
-            CheckpointError: this Saver is closed, or the ranks give different steps. What fails
-                later is in the handle, also a tensor that another thread wrote to while it was
-                copied (StateChanged).
+            CheckpointError: this Saver is closed, or an argument is invalid or differs between
+                ranks. What fails later is in the handle, also a tensor that another thread wrote to
+                while it was copied (StateChanged).
         """
         if self._is_closed:
             raise CheckpointError("this Saver is closed; make another one")
@@ -150,20 +151,26 @@ class Saver:
             nonlocal captured
             captured = self._captured(tensors, shared)
 
+        def prepare() -> LiveState:
+            parse_url(url_text(url))
+            return capture(state, descriptions, config)
+
         agreed = agree_on_save(
-            lambda: capture(state, descriptions, config),
+            prepare,
             failure,
             self._plans,
             group,
             compression,
             step=step,
             generation=generation,
+            block=False,
             begin=begin,
         )
         assert captured is not None, "all ranks have captured their states"
         self._last = None
         previous_error = report_previous_failure(agreed.failures)
         tensors = agreed.live.tensors
+        stored, target = agreed.stored, url_text(url)
 
         # The ranks have all made a new plan, or none has.
         plan = self._plan
@@ -176,13 +183,15 @@ class Saver:
         keys = [tensor.key for tensor in captured.watched.tensors]
         versions = dict(zip(keys, captured.versions, strict=True))
         self._last_rank = group.global_ranks[group.rank]
-        self._last = SaveHandle(url, step, generation, versions, previous_error, outcome)
+        self._last = SaveHandle(
+            target, stored.step, stored.generation, versions, previous_error, outcome
+        )
         task = SaveTask(
             part=WritePart(
-                url=url,
+                url=target,
                 directory=os.getcwd(),
-                step=step,
-                generation=generation,
+                step=stored.step,
+                generation=stored.generation,
                 attempt=agreed.attempt,
             ),
             copied=copied,
@@ -196,7 +205,7 @@ class Saver:
         copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
         try:
             pieces = exchange_pieces(plan.shared.rounds, tensors, group)
-            copy_error = self._copy(plan, pieces, tensors, captured, step)
+            copy_error = self._copy(plan, pieces, tensors, captured, stored.step)
         except CheckpointError as error:
             copy_error = error
         finally:

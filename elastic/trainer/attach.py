@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.format.stored.chunking import Compression
+from keepstep.checkpoint.format.stored.urls import url_text
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS, ControlGroup, separate_group
 from keepstep.elastic.errors import UsageError
@@ -40,12 +42,12 @@ def attach(
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     *,
     extra: Mapping[str, Stateful] | None = None,
-    checkpoint: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
     checkpoint_compression: Compression | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    start_from: str | StartFrom | None = None,
+    start_from: str | os.PathLike[str] | StartFrom | None = None,
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mesh | None = None,
     seed: int = 0,
@@ -87,6 +89,7 @@ def attach(
         CheckpointError: an optimizer updates parameters that the model does not have, or a state
             cannot be stored.
     """
+    checkpoint = None if checkpoint is None else url_text(checkpoint)
     options = JobOptions(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,

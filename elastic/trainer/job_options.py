@@ -7,6 +7,7 @@ from typing import Literal
 
 from keepstep.checkpoint.format.layout.retention import Retention
 from keepstep.checkpoint.format.stored.chunking import Compression, check_compression
+from keepstep.checkpoint.format.stored.urls import parse_url
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.rank_limits import RankLimits
@@ -19,6 +20,7 @@ class JobOptions:
 
     Raises:
         UsageError: one is invalid.
+        CheckpointError: `checkpoint` is no URL.
     """
 
     checkpoint: str | None
@@ -41,6 +43,8 @@ class JobOptions:
             raise UsageError(
                 f"seed={self.seed!r}: give a number from -2**63 to 2**64 - 1, as torch takes"
             )
+        if self.checkpoint is not None:
+            parse_url(self.checkpoint)
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise UsageError(
                 "checkpoint_every needs checkpoint=URL, the place to store checkpoints in"

@@ -7,6 +7,7 @@ import os
 from typing import Literal, get_args
 
 from keepstep.checkpoint.format.stored.chunking import Compression
+from keepstep.checkpoint.format.stored.urls import url_text
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.devices import DeviceType, device_type
@@ -29,12 +30,12 @@ _NO_CALLBACKS = Callbacks()
 def join(
     build: Build,
     *,
-    checkpoint: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
     checkpoint_compression: Compression | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    start_from: str | StartFrom | None = None,
+    start_from: str | os.PathLike[str] | StartFrom | None = None,
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mesh | None = None,
     seed: int = 0,
@@ -107,6 +108,7 @@ def join(
     if on_divergence not in get_args(OnDivergence):
         choices = ", ".join(map(repr, get_args(OnDivergence)))
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
+    checkpoint = None if checkpoint is None else url_text(checkpoint)
     options = JobOptions(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,

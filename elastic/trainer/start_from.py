@@ -6,6 +6,7 @@ and schedulers. Data begin at their beginning, and random numbers with the job's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep.checkpoint.api import load_state
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.descriptions import Descriptions
+from keepstep.checkpoint.format.stored.urls import url_text
 from keepstep.checkpoint.ranks.control_group import CONTROL_GROUPS
 from keepstep.checkpoint.ranks.fill_state import LoadOptions
 from keepstep.elastic.data.json_values import from_json_value
@@ -56,9 +58,11 @@ class StartFrom:
     config: Mapping[str, Json] | None = None
 
     @classmethod
-    def of(cls, given: str | StartFrom | None) -> StartFrom | None:
+    def of(cls, given: str | os.PathLike[str] | StartFrom | None) -> StartFrom | None:
         """Return what `join` was given, with a URL alone as all of a checkpoint; None for none."""
-        return (cls(given) if given else None) if isinstance(given, str) else given
+        if given is None or isinstance(given, StartFrom):
+            return given
+        return cls(url_text(given)) if given else None
 
     def __post_init__(self) -> None:
         if self.only not in (None, "model"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
+from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.layout.boxes import Json
 
 MANIFEST = "manifest.json"
@@ -39,6 +42,11 @@ class StoredStep:
                 f"step {self.step} or generation {self.generation} is out of the format's range"
             )
 
+    @classmethod
+    def of(cls, step: int, generation: int) -> StoredStep:
+        """Return the name of a checkpoint that a caller saves; raises as `whole_number`, too."""
+        return cls(whole_number("step", step), whole_number("generation", generation))
+
     @property
     def directory(self) -> str:
         """Name of the directory under the job's URL; each generation has its own."""
@@ -49,6 +57,20 @@ class StoredStep:
         """Return the step that a directory is named after, or None if it is not a step's."""
         match = _STEP_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """Return an argument that must be an integer, of Python, NumPy or a tensor, as Python's.
+
+    Raises:
+        CheckpointError: it is none, or a bool, which names no step.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise CheckpointError(f"{name}={value!r} is no integer; give {name} as an int")
 
 
 @dataclass(frozen=True, slots=True)

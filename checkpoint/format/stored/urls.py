@@ -6,6 +6,7 @@ has no meaning in a storage, as a query or a fragment, is refused.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -33,6 +34,18 @@ class ParsedUrl:
         return Path(self.path).absolute() if self.scheme == "file" else None
 
 
+def url_text(url: str | os.PathLike[str]) -> str:
+    """Return a URL that a caller gives as text, or as a path.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise CheckpointError(f"{url!r} is no URL; give a str, or a path as of pathlib")
+    return text
+
+
 def parse_url(url: str) -> ParsedUrl:
     """Return what a URL means.
 
@@ -42,8 +55,15 @@ def parse_url(url: str) -> ParsedUrl:
         url: a path, `file://`, or `SCHEME://BUCKET/PREFIX` of any scheme.
 
     Raises:
-        CheckpointError: the URL has a query, a fragment, or a host of files, or is malformed.
+        CheckpointError: the URL is empty or malformed, begins with ~, or has a query, a fragment,
+            or a host of files.
     """
+    if not url:
+        raise CheckpointError('the URL is empty; for the current directory write "."')
+    if url.startswith("~"):
+        raise CheckpointError(
+            f"{url}: ~ is not expanded here; write the whole path, or ./{url} for a name with ~"
+        )
     try:
         parsed = urlsplit(url)
     except ValueError as error:

@@ -298,8 +298,8 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
         share = ControlGroup.run_and_share
 
         def share_with_a_rank_that_has_no_plan(*arguments: Any) -> tuple[Any, list[Any]]:
-            own, told = share(*arguments)
-            return own, [*told, [told[0][0], None, *told[0][2:]]] if told[0] else told
+            own, (told,) = share(*arguments)
+            return own, [told, [told[0], None, *told[2:]]] if isinstance(told, list) else [told]
 
         monkeypatch.setattr(ControlGroup, "run_and_share", share_with_a_rank_that_has_no_plan)
     for tensor in values.values():

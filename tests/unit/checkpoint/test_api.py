@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from keepstep import checkpoint
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMissing,
+    LayoutMismatch,
+)
 from keepstep.checkpoint.ranks import fill_state
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
@@ -48,9 +56,9 @@ def test_a_load_by_all_ranks_takes_few_collectives(
     assert played.run(lambda rank: checkpoint.load(url, states[rank])) == [1, 1, 1]
     assert all(torch.equal(state["a"], torch.ones(3, 2)) for state in states)
     assert [state["step"] for state in states] == [1, 1, 1]
-    # The metadata (5), what is to be filled (2), wants (3), readers (3), sizes and pieces of one
-    # round, sizes of a round that has none, the end.
-    assert len(played.collectives) == 17 * 3
+    # The arguments (2), the metadata (5), what is to be filled (2), wants (3), readers (3), sizes
+    # and pieces of one round, sizes of a round that has none, the end.
+    assert len(played.collectives) == 19 * 3
 
 
 @pytest.mark.parametrize("leaf", ["documents.json", "manifest.json"])
@@ -86,3 +94,100 @@ def test_a_step_that_is_missing_is_so_for_all_ranks(
         assert {str(result) for result in results} == {f"{where}: {text}"}
     state = {"a": torch.zeros(3, 2)}
     assert played.run(lambda _: checkpoint.load(url, dict(state), step=1)) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("step", [True, "5", 1.5, np.True_, torch.tensor(1.5)])
+@pytest.mark.parametrize("argument", ["step", "generation"])
+def test_a_step_that_is_no_integer_is_refused_before_anything_is_written(
+    tmp_path: Path, argument: str, step: Any
+) -> None:
+    numbers: dict[str, Any] = {"step": 1, argument: step}
+    url, message = str(tmp_path / "run"), f"{argument}={step!r} is no integer"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        checkpoint.save(url, {"a": torch.zeros(3)}, **numbers)
+    with checkpoint.Saver() as saver, pytest.raises(CheckpointError, match=re.escape(message)):
+        saver.save(url, {"a": torch.zeros(3)}, **numbers)
+    assert not (tmp_path / "run").exists()
+    if argument == "step":
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            checkpoint.load(stored(url, 1), {"a": torch.zeros(3, 2)}, step=step)
+
+
+def test_integers_of_other_libraries_and_paths_of_pathlib_are_taken(tmp_path: Path) -> None:
+    numbers: list[Any] = [np.int64(7), torch.tensor(8)]
+    state = {"a": torch.zeros(3, 2)}
+    for step in numbers:
+        checkpoint.save(tmp_path, state, step=step, generation=step)
+        assert checkpoint.load(tmp_path, state, step=step) == int(step)
+    with checkpoint.Saver() as saver:
+        handle = saver.save(tmp_path, state, step=np.int64(9))  # type: ignore[arg-type]
+        handle.wait()
+    assert (handle.url, handle.step) == (str(tmp_path), 9)
+    assert checkpoint.load(tmp_path, state) == 9
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", 'the URL is empty; for the current directory write "."'),
+        ("~/run", "~/run: ~ is not expanded here; write the whole path, or ./~/run"),
+        (None, "None is no URL; give a str, or a path"),
+        (b"run", "b'run' is no URL"),
+    ],
+)
+def test_a_url_that_names_no_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"a": torch.zeros(3)}
+    with checkpoint.Saver() as saver:
+        for refused in (
+            lambda: checkpoint.save(url, state, step=1),
+            lambda: saver.save(url, state, step=1),
+            lambda: checkpoint.load(url, state),
+        ):
+            with pytest.raises(CheckpointError, match=re.escape(message)):
+                refused()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "others", "first"),
+    [
+        ("step", 1, 2),
+        ("strict", False, True),
+        ("convert", True, False),
+        ("fallback", True, False),
+        ("rules", "given", "none"),
+    ],
+)
+def test_ranks_that_load_with_different_arguments_all_raise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, others: Any, first: Any
+) -> None:
+    url = stored(str(tmp_path), 1, 2)
+    played = ThreadRanks(3)
+    played.patch(monkeypatch)
+
+    def load(rank: int) -> int:
+        given: dict[str, Any] = {option: others if rank else first}
+        if given == {"rules": "none"}:
+            given = {"rules": None}
+        return checkpoint.load(url, {"a": torch.zeros(3, 2)}, **given)
+
+    for result in played.run(load):
+        assert isinstance(result, CheckpointError)
+        assert str(result) == (
+            f"rank 1 gives {option}={others!r}, and rank 0 {option}={first!r}; all ranks load one "
+            "checkpoint together"
+        )
+
+
+def test_ranks_that_load_from_different_urls_all_raise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    urls = [stored(str(tmp_path / name), 1) for name in "abc"]
+    played = ThreadRanks(3)
+    played.patch(monkeypatch)
+    results = played.run(lambda rank: checkpoint.load(urls[rank], {"a": torch.zeros(3, 2)}))
+    message = f"rank 1 gives url={urls[1]!r}, and rank 0 url={urls[0]!r}"
+    assert all(isinstance(each, CheckpointError) and message in str(each) for each in results)

@@ -100,21 +100,32 @@ def test_data_type_that_cannot_be_stored_is_refused_before_ranks_plan() -> None:
         signature_of([describe("a", tensor)], ALONE)
 
 
-@pytest.mark.parametrize("different", ["step", "generation"])
+@pytest.mark.parametrize("different", ["step", "generation", "block"])
 def test_ranks_that_save_different_steps_all_raise_before_anything_is_planned(
     monkeypatch: pytest.MonkeyPatch, different: str
 ) -> None:
     def agree(rank: int) -> object:
         numbers = {"step": 7, "generation": 1}
-        numbers[different] += rank
-        return agree_on_save(lambda: shard(rank), None, PlanCache(), ranks.group, **numbers)
+        if different != "block":
+            numbers[different] += rank
+        return agree_on_save(
+            lambda: shard(rank),
+            None,
+            PlanCache(),
+            ranks.group,
+            block=different == "block" and rank == 0,
+            **numbers,
+        )
 
     ranks = ThreadRanks(3)
     monkeypatch.delattr(collective_plan, "_plan")
-    numbers = "8 of generation 1" if different == "step" else "7 of generation 2"
+    own, first = {"step": (8, 7), "generation": (2, 1), "block": (False, True)}[different]
     for result in ranks.run(agree):
         assert isinstance(result, CheckpointError)
-        assert f"rank 1 saves step {numbers}, and rank 0 step 7 of generation 1" in str(result)
+        assert str(result) == (
+            f"rank 1 gives {different}={own}, and rank 0 {different}={first}; all ranks save one "
+            "step together"
+        )
 
 
 def test_of_equal_documents_the_last_rank_sends_its_own() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from keepstep import checkpoint
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
@@ -20,7 +19,9 @@ from keepstep.checkpoint.errors import (
     RankFailed,
     RulesInvalid,
 )
-from keepstep.checkpoint.format.layout.location import Format, Location
+from keepstep.checkpoint.format.layout.location import Format, Location, split_format_prefix
+from keepstep.checkpoint.ranks.fill_state import LoadOptions
+from keepstep.checkpoint.ranks.foreign_load import load_foreign
 from keepstep.checkpoint.ranks.shared_foreign import find_foreign_together, open_foreign_together
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
@@ -153,7 +154,9 @@ def test_ranks_whose_rules_differ_fail_together(
     def act(rank: int) -> int:
         model = torch.nn.Module()
         model.weight = torch.nn.Parameter(torch.ones(2))
-        url, given = f"torch:{seen[rank]}/a.pt", str(seen[rank] / "rules.toml")
-        return checkpoint.load(url, {"model": model}, rules=given)
+        location = split_format_prefix(f"torch:{seen[rank]}/a.pt")
+        options = LoadOptions(rules=str(seen[rank] / "rules.toml"))
+        report = load_foreign(location, {"model": model}, options, ranks.group, None)
+        return 0 if report is None else report.step
 
     assert tuple(map(type, ranks.run(act))) == expected
