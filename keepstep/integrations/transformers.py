@@ -16,7 +16,6 @@ Trainer's seams are those of the versions in `TRIED`.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -29,8 +28,7 @@ from keepstep.elastic.data.order import DataOrder
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.attach import attach
 from keepstep.elastic.trainer.attached import Attached
-
-log = logging.getLogger("keepstep")
+from keepstep.integrations.versions import warn_if_untried
 
 TRIED = ("5.23",)
 """Versions of transformers that were tried."""
@@ -119,7 +117,7 @@ class KeepstepMixin:
     def _prepare_for_training(self, *arguments: Any) -> Any:
         inherited: Any = super()
         prepared = inherited._prepare_for_training(*arguments)
-        _check_version()
+        warn_if_untried("transformers", transformers.__version__, TRIED)
         self._progress = _Progress(self)
         extra: dict[str, Any] = {"transformers": self._progress, "loss": _LoggedLoss(self)}
         scaler = getattr(self.accelerator, "scaler", None)
@@ -170,6 +168,8 @@ class KeepstepMixin:
         attached = self._attached
         if attached is not None and self.state.global_step > attached.steps:
             attached.step_done()
+            # Before Trainer changes its state for the next step.
+            attached.end_if_over()
 
     def _finalize_training(self, *arguments: Any) -> Any:
         """Wait until the last step is safe, before Trainer loads its best model."""
@@ -286,13 +286,3 @@ class _LoggedLoss:
         """Keep the loss until Trainer has reset its own."""
         progress = self._trainer._progress
         progress._losses = {**progress._losses, "_tr_loss": state["sum"].clone().reshape(())}
-
-
-def _check_version() -> None:
-    version = transformers.__version__
-    if not version.startswith(tuple(f"{tried}." for tried in TRIED)):
-        log.warning(
-            "keepstep.integrations.transformers was tried with transformers %s, this is %s",
-            ", ".join(TRIED),
-            version,
-        )
