@@ -296,8 +296,14 @@ def verify(
 @click.option(
     "--step", "steps", type=int, multiple=True, help="Remove this step; may be given several times."
 )
-@click.option("--keep-last", type=int, help="Remove all but this many of the newest.")
-@click.option("--keep-every", type=int, help="... but keep the steps that are multiples of this.")
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), help="Remove all but this many of the newest."
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    help="... but keep the steps that are multiples of this.",
+)
 @click.option(
     "--keep-best",
     nargs=3,
@@ -327,6 +333,8 @@ def rm(
     present = list_steps(storage)
     if bool(steps) == (keep_last is not None):
         raise click.UsageError("give either --step or --keep-last")
+    if not present:
+        raise CheckpointMissing(f"there is no checkpoint at {url}: {what_is_at(url)}")
     if steps:
         absent = set(steps) - {stored.step for stored in present}
         if absent:
@@ -398,6 +406,8 @@ def gc(url: str, grace: float, as_json: bool) -> None:
     deletes them.
     """
     storage = open_storage(url)
+    if not storage.names():
+        raise CheckpointMissing(f"there is no checkpoint at {url}: {what_is_at(url)}")
     deleted = collect_garbage(storage, now=time.time(), grace_s=grace)
     if as_json:
         print_json({"deleted": deleted})

@@ -282,6 +282,22 @@ def test_rm_refuses_to_keep_the_best_of_values_that_too_few_checkpoints_have(
     assert steps(run7) == [60, 30]
 
 
+@pytest.mark.parametrize("policy", [("--keep-last", 0), ("--keep-last", 1, "--keep-every", 0)])
+def test_rm_refuses_to_keep_no_checkpoint(run7: Path, policy: tuple[object, ...]) -> None:
+    refused = keepstep("rm", run7, *policy)
+    assert (refused.exit_code, "0 is not in the range x>=1" in refused.output) == (2, True)
+    assert steps(run7) == [50, 40, 30, 20, 10]
+
+
+@pytest.mark.parametrize("command", [("rm", "--keep-last", 1), ("rm", "--step", 1), ("gc",)])
+def test_rm_and_gc_of_a_url_without_checkpoints_fail(
+    tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    failed = keepstep(command[0], tmp_path / "mistyped", *command[1:])
+    assert failed.exit_code == 1
+    assert "there is no such file or folder" in " ".join(failed.output.split())
+
+
 def test_gc_deletes_an_uncommitted_directory_only_after_the_grace_time(run7: Path) -> None:
     manifest = run7 / StoredStep(50, 0).directory / "manifest.json"
     content = manifest.read_bytes()
