@@ -64,10 +64,6 @@ def launch(**options: Any) -> int:
         options["preload"],
     )
     min_nodes, max_nodes = parse_nodes(options["nnodes"])
-    if options["parity"] < 0 or options["group_size"] < 1:
-        raise UsageError(
-            "--parity must be a number of nodes of at least 0, --group-size of at least 1"
-        )
     if options["parity"]:
         # Else the first failure that needs it would be the first to say that it is missing.
         isal()

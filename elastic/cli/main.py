@@ -132,6 +132,7 @@ _SECRET_FILE = click.option(
 )
 @_torch_option(
     "--max-restarts",
+    type=click.IntRange(min=0),
     default=3,
     show_default=True,
     help="Worker failures without progress in between that end the job.",
@@ -201,6 +202,7 @@ _SECRET_FILE = click.option(
 )
 @click.option(
     "--spares",
+    type=click.IntRange(min=0),
     default=1,
     show_default=True,
     help="Warm processes kept ready to replace a failed worker.",
@@ -220,12 +222,17 @@ _SECRET_FILE = click.option(
 )
 @click.option(
     "--parity",
+    type=click.IntRange(min=0),
     default=1,
     show_default=True,
     help="Nodes of each group that may be lost at the same time.",
 )
 @_torch_option(
-    "--group-size", default=8, show_default=True, help="Nodes that protect each other's snapshots."
+    "--group-size",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Nodes that protect each other's snapshots.",
 )
 @click.option(
     "--domain",
@@ -245,18 +252,21 @@ _SECRET_FILE = click.option(
 )
 @click.option(
     "--lease-ttl",
+    type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
     help="Seconds after which a node that does not renew its lease is removed.",
 )
 @click.option(
     "--drain-timeout",
+    type=click.FloatRange(min=0),
     default=300.0,
     show_default=True,
     help="Seconds for all workers to end a step together, evaluations included.",
 )
 @click.option(
     "--abort-timeout",
+    type=click.FloatRange(min=0),
     default=5.0,
     show_default=True,
     help="Seconds for a worker to leave a failed step.",
@@ -273,6 +283,7 @@ _SECRET_FILE = click.option(
 )
 @click.option(
     "--grace",
+    type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
     help="Seconds to hand over state after SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1.",

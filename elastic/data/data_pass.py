@@ -82,6 +82,10 @@ class DataPass(Generic[T]):
                 global_batch=operator.index(global_batch),
                 samples=operator.index(order.samples),
             )
+        if length < 1:
+            raise UsageError(
+                f"a pass of {length} steps trains nothing: give steps or epochs of 1 or more"
+            )
         self._global_batch = global_batch
         self._micro_batch = micro_batch
         self.begin = begin

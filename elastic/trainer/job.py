@@ -219,10 +219,10 @@ class Job:
                 `prefetch_factor`.
 
         Raises:
-            UsageError: the batch is larger than the dataset or smaller than the data-parallel
-                size, what has no length is given without `steps` or can be read only once, the pass
-                before is not over, or the job resumes within a pass that had another dataset length
-                or global batch.
+            UsageError: the pass would have no step, the batch is larger than the dataset or smaller
+                than the data-parallel size, what has no length is given without `steps` or can be
+                read only once, the pass before is not over, or the job resumes within a pass that
+                had another dataset length or global batch.
         """
         data = DataPass(
             self._passes.place.count,

@@ -46,3 +46,16 @@ def test_a_job_with_parity_does_not_begin_without_the_library_that_computes_it(
         assert (done.exit_code, started) == (1, [])
     else:
         assert (done.exit_code, started) == (0, [0])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--lease-ttl=0", "--drain-timeout=-1", "--abort-timeout=-1", "--grace=-0.5", "--spares=-1",
+        "--max-restarts=-1", "--parity=-1", "--group-size=0",
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_meant_are_refused(tmp_path: Path, option: str) -> None:
+    done = CliRunner().invoke(main, ["run", option, str(tmp_path / "train.py")])
+    assert done.exit_code == 2
+    assert "is not in the range" in done.output

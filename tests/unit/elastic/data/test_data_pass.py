@@ -17,6 +17,13 @@ from keepstep.elastic.errors import UsageError
 SAMPLES = 64
 
 
+class Numbers:
+    """A stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
 def indexed(
     global_batch: int = 4,
     samples: int = SAMPLES,
@@ -83,10 +90,6 @@ def test_pass_of_a_restored_position_is_kept_until_the_script_has_come_to_it() -
 
 
 def test_position_in_a_stream_is_in_no_pass_with_an_index() -> None:
-    class Numbers:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(64))
-
     stream: DataPass[Any] = DataPass(1, 16, 0, Numbers(), 4, steps=16)
     assert stream.located(located(20)).indexed_pass is None
     stream.check_continues(located(20))
@@ -99,3 +102,12 @@ def test_a_pass_of_numpys_numbers_is_stored_as_json() -> None:
     assert json.loads(json.dumps(stored.document())) == {
         "begin": 16, "end": 36, "global_batch": 4, "samples": SAMPLES
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [range(SAMPLES), Numbers()], ids=["indexed", "stream"])
+@pytest.mark.parametrize("steps", [0, -1])
+def test_pass_without_a_step_is_refused(samples: Any, steps: int) -> None:
+    with pytest.raises(UsageError, match="trains nothing: give steps or epochs of 1 or more"):
+        DataPass(0, 0, 0, samples, 4, steps=steps)
+    with pytest.raises(UsageError, match="trains nothing"):
+        DataPass(0, 0, 0, range(SAMPLES), 4, epochs=steps)
