@@ -265,12 +265,14 @@ class PeerConnections:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch_until_dead(self, peer: Peer) -> None:
-        has_warned = False
+        refusals = 0
         reached = asyncio.Event()
         pause_s = 0.0
         while True:
             began_s = time.monotonic()
-            observation = await self._observe(peer, reached, warns=not has_warned)
+            # Not at the first refusal: a node that starts again with the coordinator learns the
+            # job's secret only when others have restored it there.
+            observation = await self._observe(peer, reached, warns=refusals == 1)
             match observation:
                 case _Observation.DEAD:
                     break
@@ -278,7 +280,7 @@ class PeerConnections:
                     pause_s = next_pause_s(pause_s, time.monotonic() - began_s)
                     await asyncio.sleep(pause_s)
                 case _Observation.REFUSED:
-                    has_warned = True
+                    refusals += 1
                     await asyncio.sleep(_REFUSED_RETRY_S)
         log.warning("the agent of node %s is dead", peer.node)
         try:

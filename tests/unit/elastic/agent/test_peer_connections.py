@@ -390,6 +390,25 @@ def test_killed_agent_is_declared_dead_even_by_one_without_the_secret(
     play(scenario())
 
 
+def test_only_an_agent_that_refuses_again_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has started again learns the job's secret a moment later."""
+    warned = []
+
+    async def refuses(*_: object, warns: bool) -> peer_connections._Observation:
+        warned.append(warns)
+        last = len(warned) == 3
+        return getattr(peer_connections._Observation, "DEAD" if last else "REFUSED")
+
+    async def scenario() -> None:
+        async with watching() as (connections, declared):
+            monkeypatch.setattr(connections, "_observe", refuses)
+            connections.watch([agent_at(1)])
+            await declared.get()
+
+    play(scenario())
+    assert warned == [False, True, False]
+
+
 def test_agent_whose_listener_is_closed_is_declared_dead() -> None:
     async def scenario() -> None:
         async with watching() as (connections, declared):
