@@ -155,10 +155,10 @@ def obstacle_to_json(value: Any) -> str | None:
     if isinstance(value, Mapping):
         other = next((key for key in value if not isinstance(key, str)), None)
         if other is not None:
-            return f"a mapping with a {type(other).__name__} as key"
+            return f"a mapping with a key of type {type(other).__name__}"
         parts: Iterable[Any] = itertools.chain(value, value.values())
     elif isinstance(value, list | tuple):
         parts = value
     else:
-        return f"a {type(value).__name__}"
+        return f"a value of type {type(value).__name__}"
     return next((found for part in parts if (found := obstacle_to_json(part)) is not None), None)

@@ -1,4 +1,4 @@
-"""Tells the user in the log what a leader does."""
+"""Tells the user in the log what a leader does, and how far the job is when a node leaves."""
 
 from __future__ import annotations
 
@@ -31,14 +31,25 @@ def log_action(action: actions.Action, view: View) -> None:
         case actions.CancelPersist(reason=reason):
             log.error("checkpoint not stored: %s", reason)
         case actions.Finish(Result(succeeded=True)) if _reports_steps(view):
-            stored = view.checkpoint
-            log.info(
-                "the job is done after step %d; %s",
-                max(joined.record.step for joined in view.nodes.values()),
-                f"step {stored.step} is stored in {stored.url}" if stored else "nothing is stored",
-            )
+            _log_end("the job is done", view)
         case _:
             pass
+
+
+def log_departure(view: View) -> None:
+    """Log, as a node leaves before the job has ended, how far the job is."""
+    if _reports_steps(view):
+        _log_end("left", view)
+
+
+def _log_end(event: str, view: View) -> None:
+    stored = view.checkpoint
+    log.info(
+        "%s after step %d; %s",
+        event,
+        max(joined.record.step for joined in view.nodes.values()),
+        f"step {stored.step} is stored in {stored.url}" if stored else "nothing is stored",
+    )
 
 
 def _reports_steps(view: View) -> bool:

@@ -18,6 +18,7 @@ import time
 from contextlib import AsyncExitStack, suppress
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.elastic.agent.action_log import log_departure
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
@@ -282,7 +283,8 @@ class Participation:
         Raises:
             JobFailed: the job has failed, or a worker cannot be killed.
         """
-        result = self._node.membership.view.result
+        view = self._node.membership.view
+        result = view.result
         has_failed = result is not None and not result.succeeded
         unkillable: JobFailed | None = None
         try:
@@ -296,7 +298,10 @@ class Participation:
         await self._node.membership.leave()
         if unkillable is not None:
             raise unkillable
-        return False if result is None else self._end_with(result)
+        if result is not None:
+            return self._end_with(result)
+        log_departure(view)
+        return False
 
     def _end_with(self, result: Result) -> bool:
         """Return True for a job that has succeeded.

@@ -77,12 +77,13 @@ async def _scale(job: JobAddress, scale: Scale) -> str:
         if not (await client.commit(_of_this_run(keys, view), (put,))).succeeded:
             raise JobFailed(f"job {job.name} has ended before its limits could be changed")
         here = len(view.nodes)
+        are = "is" if here == 1 else "are"
         limits = f"job {job.name} has {scale.min_nodes} to {scale.max_nodes} nodes from now on"
         if here > scale.max_nodes:
             return f"{limits}; {here - scale.max_nodes} of {here} are on standby"
         if here < scale.min_nodes:
-            return f"{limits}; {here} are here: start more, before one is lost"
-        return f"{limits}; {here} are here"
+            return f"{limits}; {here} {are} here: start more, before one is lost"
+        return f"{limits}; {here} {are} here"
 
 
 async def _pause(job: JobAddress, reason: str) -> str:

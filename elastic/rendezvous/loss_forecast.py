@@ -154,13 +154,14 @@ def describe_forecast(forecast: LossForecast) -> str:
         if forecast.taking_over
         else ""
     )
+    ranks = f"{forecast.world_size} rank{'s' if forecast.world_size != 1 else ''}"
     then = (
         f"{forecast.further_losses} more of each group may be lost once that is protected"
         if forecast.further_losses
         else "no further loss can be made good from memory"
     )
     return (
-        f"without {lost}, the job would go on at once with {forecast.world_size} ranks on "
+        f"without {lost}, the job would go on at once with {ranks} on "
         f"{_listed(forecast.members)}{taken}\nit would go on {resumes}\n{then}"
     )
 

@@ -210,7 +210,8 @@ def _await_quorum(
     now_s: float,
 ) -> Decision:
     leader_state, until_s = wait(leader_state, "quorum", now_s, policy.quorum_timeout_s)
-    message = f"waiting for nodes: {len(nodes)} of at least {policy.min_nodes} are here"
+    are = "is" if len(nodes) == 1 else "are"
+    message = f"waiting for nodes: {len(nodes)} of at least {policy.min_nodes} {are} here"
     limits = rank_limits(view)
     ranks = sum(record.nproc for record in nodes)
     if ranks and not limits.allow(ranks):
@@ -225,7 +226,8 @@ def _await_quorum(
             f"{message}, for {policy.quorum_timeout_s:.0f} s; start more nodes, or lower --nnodes",
         )
         return Decision(LeaderState(), Finish(failure))
-    return Decision(leader_state, again_at_s=until_s, message=message)
+    # The last nodes to leave wait for no others.
+    return Decision(leader_state, again_at_s=until_s, message=message if nodes else "")
 
 
 def _new_generation(

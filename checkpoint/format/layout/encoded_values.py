@@ -95,8 +95,8 @@ def _encode(
     if encoded is None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise LayoutMismatch(
-            f"{name}: a {kind} cannot be stored; only numbers, text, tensors and plain containers "
-            "of them can"
+            f"{name}: a value of type {kind} cannot be stored; only numbers, text, tensors and "
+            "plain containers of them can"
         )
     return encoded
 

@@ -140,7 +140,7 @@ def fail_on_one(rank: int, root: str) -> None:
         "gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2
     )
     state = {"x": torch.ones(3), "bad" if rank else "good": object() if rank else 1}
-    with pytest.raises(CheckpointError, match="bad: a object cannot be stored"):
+    with pytest.raises(CheckpointError, match="bad: a value of type object cannot be stored"):
         checkpoint.save(f"{root}/run", state, step=1)
     dist.destroy_process_group()
 

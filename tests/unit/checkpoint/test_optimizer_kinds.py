@@ -340,18 +340,18 @@ def test_what_cannot_be_stored_is_refused_by_its_name(tmp_path: Path) -> None:
     weight = model[0].weight  # type: ignore[index]
     state = {"model": model, "optimizer": optimizer}
     optimizer.state[weight]["draws"] = [1, torch.Generator()]
-    assert "optim/0.weight/draws[1]: a torch" in refusal(state, tmp_path)
+    assert "optim/0.weight/draws[1]: a value of type torch" in refusal(state, tmp_path)
     optimizer.state[weight] = {"chosen": lambda: None}
-    assert "optim/0.weight/chosen: a function" in refusal(state, tmp_path)
+    assert "optim/0.weight/chosen: a value of type function" in refusal(state, tmp_path)
     optimizer.state[weight] = {"path": {"of": tmp_path}}
-    assert "optim/0.weight/path['of']: a pathlib" in refusal(state, tmp_path)
+    assert "optim/0.weight/path['of']: a value of type pathlib" in refusal(state, tmp_path)
     optimizer.state[weight] = {"rows": [torch.eye(2).to_sparse()]}
     assert "optim/0.weight/rows[0]" in refusal(state, tmp_path)
     optimizer.state[weight] = torch.zeros(2)
     assert "no slots by name" in refusal(state, tmp_path)
     del optimizer.state[weight]
     optimizer.state["k"] = tmp_path  # type: ignore[index]
-    assert "state_dict['state']['k']: a pathlib" in refusal(state, tmp_path)
+    assert "state_dict['state']['k']: a value of type pathlib" in refusal(state, tmp_path)
     del optimizer.state["k"]  # type: ignore[arg-type]
     optimizer.param_groups[0]["large"] = torch.zeros(2**20)
     assert "'large'" in refusal(state, tmp_path)

@@ -221,7 +221,7 @@ def test_rank_0_says_where_a_snapshot_comes_from_and_all_have_the_configuration(
 
 def test_a_configuration_of_a_job_that_is_not_json_is_refused() -> None:
     state = State(nn.Linear(2, 2), torch.optim.SGD, config={"dtype": torch.float32})
-    with pytest.raises(LayoutMismatch, match="config: a dtype cannot be stored"):
+    with pytest.raises(LayoutMismatch, match="config: a value of type dtype cannot be stored"):
         TrainingState(state, torch.device("cpu"), 0)
 
 

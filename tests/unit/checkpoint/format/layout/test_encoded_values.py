@@ -70,7 +70,9 @@ def test_others_are_encoded_and_decoded_by_the_caller() -> None:
 
 
 def test_what_cannot_be_stored_is_named() -> None:
-    with pytest.raises(LayoutMismatch, match=r"it\['a'\]\[1\]: a object cannot be stored"):
+    with pytest.raises(
+        LayoutMismatch, match=r"it\['a'\]\[1\]: a value of type object cannot be stored"
+    ):
         encode_value("it", {"a": [1, object()]}, nothing_else)
     value: list[Any] = []
     value.append(value)
