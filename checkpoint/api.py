@@ -15,6 +15,7 @@ from typing import Literal, overload
 
 from torch.distributed import ProcessGroup
 
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import (
     Requested,
@@ -241,6 +242,8 @@ def load(
         CheckpointDamaged: stored bytes were changed or lost.
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
+    if isinstance(resize, str):
+        raise CheckpointError(f"resize={resize!r} is one text; give names, as resize=[{resize!r}]")
     options = LoadOptions(
         strict=strict,
         convert=convert,
@@ -316,7 +319,16 @@ def _load_from(
 
     older = (s for s in older_steps(storage, found.stored, group) if step in (None, s.step))
     tried = itertools.chain([found.stored], older if fallback else ())
-    return load_newest_intact(url, tried, load_one, group).result
+    try:
+        return load_newest_intact(url, tried, load_one, group).result
+    except CheckpointDamaged as error:
+        # It is raised on all ranks, so that all of them list the others.
+        count = sum(1 for _ in older)
+        if not count:
+            raise
+        raise CheckpointDamaged(
+            f"{error}; older checkpoints there: {count}; fallback=True loads the newest intact one"
+        ) from error
 
 
 def _load_stored(

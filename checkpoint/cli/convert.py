@@ -256,6 +256,11 @@ def convert_command(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
         f"{opened.format_name} to {to}; compared with what was read"
     )
+    if opened.format_name != "keepstep":
+        echo(
+            f"not all checksums in {source} were compared; keepstep ckpt verify {source} does that",
+            err=True,
+        )
     if to == Target.HUGGING_FACE and CONFIG not in chosen.documents:
         echo(
             f"{target} has no config.json, for the source has none: from_pretrained cannot load it "

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from keepstep.checkpoint.convert.read.files import open_files
 from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.convert.read.opening import find_foreign, locate_foreign, open_located
+from keepstep.checkpoint.convert.read.opening import locate_foreign, open_located
 from keepstep.checkpoint.convert.rules.rank_shards import RankRules
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.layout.parameter_order import ParameterNames
@@ -30,9 +31,22 @@ def find_foreign_together(
         step: the step to prefer where there are directories of several; None for the latest.
 
     Raises:
+        FormatUnsupported: the URL is that of a file of no known format; on all ranks.
         CheckpointError: rank 0 could not look; on all ranks.
     """
-    return _from_rank_0(lambda: find_foreign(url, step), url, group)
+
+    def look() -> Location | None:
+        try:
+            found = locate_foreign(Location(url), step)
+        except CheckpointMissing:
+            return None
+        except FormatUnsupported:
+            if open_files(url).is_named:
+                raise
+            return None
+        return None if found.format == Format.UNIVERSAL else found
+
+    return _from_rank_0(look, url, group)
 
 
 def open_foreign_together(

@@ -18,6 +18,7 @@ from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointMissing,
+    FormatUnsupported,
     LayoutMismatch,
 )
 from keepstep.checkpoint.ranks import fill_state
@@ -59,6 +60,29 @@ def test_a_load_by_all_ranks_takes_few_collectives(
     # The arguments (2), the metadata (5), what is to be filled (2), wants (3), readers (3), sizes
     # and pieces of one round, sizes of a round that has none, the end.
     assert len(played.collectives) == 19 * 3
+
+
+def test_a_damaged_checkpoint_names_fallback_where_there_are_older_ones(tmp_path: Path) -> None:
+    url = stored(str(tmp_path), 1, 2)
+    for count, remedy in (1, "; older checkpoints there: 1; fallback=True loads the"), (0, None):
+        manifest = max(tmp_path.rglob("manifest.json"))
+        manifest.write_bytes(b"?")
+        with pytest.raises(CheckpointDamaged) as raised:
+            checkpoint.load(url, {"a": torch.zeros(3, 2)}, step=None if count else 1)
+        assert remedy is None or remedy in str(raised.value)
+        assert ("fallback=True" in str(raised.value)) == bool(count)
+        manifest.unlink()
+
+
+def test_a_file_of_no_known_format_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "run.txt").write_text("no checkpoint")
+    with pytest.raises(FormatUnsupported, match="no checkpoint was recognized"):
+        checkpoint.load(tmp_path / "run.txt", {"a": torch.zeros(3, 2)})
+
+
+def test_names_to_resize_given_as_one_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"give names, as resize=\['a'\]"):
+        checkpoint.load(stored(str(tmp_path), 1), {"a": torch.zeros(3, 2)}, resize="a")
 
 
 @pytest.mark.parametrize("leaf", ["documents.json", "manifest.json"])
