@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
+from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import (
     OPTIMIZER,
@@ -19,6 +20,7 @@ from keepstep.checkpoint.format.layout.completeness import (
 )
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.format.layout.documents import VALUES
+from keepstep.checkpoint.format.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.format.layout.quantized import QuantizedWeight
 from keepstep.checkpoint.format.layout.quantized_fit import fitted
 from keepstep.checkpoint.format.layout.source import Source, TensorSpec
@@ -129,6 +131,11 @@ class _Prepared(Generic[_Opened]):
         keys = (tensor.key for tensor in self.live.tensors)
         return leaves_anything(keys, self.live.documents, self.source, self.requested)
 
+    def findings(self, resize: Collection[str]) -> Json:
+        """Return whether this rank leaves anything, and the names of `resize` that it lacks."""
+        known = {tensor.key.removeprefix(MODEL_PREFIX) for tensor in self.live.tensors}
+        return [self.leaves_anything(), sorted(set(resize) - known)]
+
     def with_other_ranks(self, group: ControlGroup, *, has_left_any: bool) -> Requested:
         """Return what this rank asks for, with what others take where any rank leaves anything."""
         if not has_left_any:
@@ -179,18 +186,24 @@ def fill_state(
             # Only where a name may be a wrapper's do those of other ranks' models matter.
             return opened, None if opened.may_be_renamed else prepare(opened, ())
 
-        (opened, begun), leaving = group.run_and_share(
-            begin, lambda began: began[1] is not None and began[1].leaves_anything()
+        (opened, begun), findings = group.run_and_share(
+            begin, lambda began: None if began[1] is None else began[1].findings(options.resize)
         )
         if begun is None:
             names = _names_of_all_ranks(state, group)
-            prepared, leaving = group.run_and_share(
-                lambda: prepare(opened, names), _Prepared.leaves_anything
+            prepared, findings = group.run_and_share(
+                lambda: prepare(opened, names), lambda own: own.findings(options.resize)
             )
         else:
             prepared = begun
         source, live = prepared.source, prepared.live
-        requested = prepared.with_other_ranks(group, has_left_any=any(leaving))
+        if unknown := set.intersection(*(set(names) for _, names in findings)):
+            raise LayoutMismatch(
+                f"resize names {', '.join(sorted(unknown))}, which the state does not have; give "
+                "the names of parameters"
+            )
+        has_left_any = any(leaves for leaves, _ in findings)
+        requested = prepared.with_other_ranks(group, has_left_any=has_left_any)
         traffic = fill_tensors(source, live, requested)
 
         def listed() -> list[str]:

@@ -80,6 +80,13 @@ def test_a_file_of_no_known_format_is_said_to_be_one(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "run.txt", {"a": torch.zeros(3, 2)})
 
 
+def test_names_to_resize_that_the_state_does_not_have_are_refused(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(3, 2)}
+    with pytest.raises(LayoutMismatch, match="resize names nosuch, which the state does not have"):
+        checkpoint.load(stored(str(tmp_path), 1), state, resize=["a", "nosuch"])
+    assert not state["a"].any()
+
+
 def test_names_to_resize_given_as_one_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"give names, as resize=\['a'\]"):
         checkpoint.load(stored(str(tmp_path), 1), {"a": torch.zeros(3, 2)}, resize="a")
