@@ -24,7 +24,7 @@ from torch import nn
 
 import keepstep
 from keepstep.checkpoint.snapshot.memory.client import SnapshotClient
-from keepstep.elastic.trainer import join as join_module
+from keepstep.elastic.trainer import job_options
 from keepstep.elastic.trainer.generation_state import GenerationState
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
@@ -95,7 +95,7 @@ if not options.get("fence", True):
     )
     Session.wait_for_abort_order = lambda *_: None  # type: ignore[method-assign, assignment]
     GenerationState._may_seal = lambda *_: True  # type: ignore[method-assign, assignment]
-    join_module.Joined = lambda **fields: Joined(  # type: ignore[misc, assignment]
+    job_options.Joined = lambda **fields: Joined(  # type: ignore[misc, assignment]
         **{**fields, "awaits_abort_order": False}
     )
 
