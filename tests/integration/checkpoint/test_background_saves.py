@@ -298,9 +298,9 @@ def test_tensors_are_copied_before_ranks_agree_and_again_if_they_plan_anew(
         share = ControlGroup.run_and_share
 
         def share_with_a_rank_that_has_no_plan(*arguments: Any) -> tuple[Any, list[Any]]:
-            own, (told,) = share(*arguments)
-            is_plan = isinstance(told, list) and len(told) > 2
-            return own, [told, [told[0], None, *told[2:]]] if is_plan else [told]
+            own, (shared,) = share(*arguments)
+            is_plan = isinstance(shared, list) and len(shared) > 2
+            return own, [shared, [shared[0], None, *shared[2:]]] if is_plan else [shared]
 
         monkeypatch.setattr(ControlGroup, "run_and_share", share_with_a_rank_that_has_no_plan)
     for tensor in values.values():
