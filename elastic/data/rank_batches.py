@@ -1,4 +1,4 @@
-"""Yields one rank's share of the indices of each global batch, for torch's DataLoader."""
+"""Yields one rank's share of the indices of each global batch, for torch's DataLoader. Pure."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from keepstep.elastic.data.order import DataOrder
 class RankBatches:
     """A batch sampler whose order does not depend on the number of ranks.
 
+    Each iteration goes on to the end of the epoch that it begins in.
+
     Args:
-        order: of the samples.
-        epochs: number of passes through the dataset.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
-        consumed: returns how many global batches of all these epochs are consumed.
+        order: of the samples. An epoch's last, incomplete batch is left out.
+        first: returns the number of the batch that is read next, counted over all epochs.
+        share: returns the data-parallel rank, and the number of them.
+        epochs: number of epochs after which nothing is yielded; None: no limit.
         on_resume: called when an iteration begins within an epoch, once the loader has drawn the
             random numbers that it draws for each iteration.
-
-    Raises:
-        UsageError: the global batch is smaller than `world_size`.
     """
 
     def __init__(
         self,
         order: DataOrder,
-        epochs: int,
-        rank: int,
-        world_size: int,
+        first: Callable[[], int],
+        share: Callable[[], tuple[int, int]],
         *,
-        consumed: Callable[[], int],
-        on_resume: Callable[[], None],
+        epochs: int | None = None,
+        on_resume: Callable[[], None] = lambda: None,
     ) -> None:
-        self.loss_scale = order.loss_scale(rank, world_size)
-        """Factor for this rank's mean loss that keeps the average over ranks exact."""
         self._order = order
+        self._first = first
+        self._share = share
         self._epochs = epochs
-        self._consumed = consumed
         self._on_resume = on_resume
-        self._rank = rank
-        self._world_size = world_size
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor for this rank's mean loss that keeps the average over ranks exact."""
+        return self._order.loss_scale(*self._share())
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch is of, from 0; the number of epochs after the last one."""
-        return max(0, self._consumed()) // self._order.steps_per_epoch
+        return max(0, self._first()) // self._order.steps_per_epoch
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -53,9 +52,10 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the rest of the epoch that the position is in."""
-        first = max(0, self._consumed())
-        end = min(self.epoch + 1, self._epochs) * self._order.steps_per_epoch
-        if first % self._order.steps_per_epoch:
+        first, epoch = max(0, self._first()), self.epoch
+        if epoch == self._epochs:
+            return
+        if first % len(self):
             self._on_resume()
-        for step in range(first, end):
-            yield list(self._order.local_indices(step, self._rank, self._world_size))
+        for batch in range(first, (epoch + 1) * len(self)):
+            yield list(self._order.local_indices(batch, *self._share()))

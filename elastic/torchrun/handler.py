@@ -15,8 +15,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -113,8 +114,11 @@ class KeepstepRendezvous(RendezvousHandler):
                         raise RendezvousClosedError(f"job {self._settings.job}: {reason}")
                     case TimedOut(reason):
                         raise RendezvousTimeoutError(f"job {self._settings.job}: {reason}")
-                store = self._store_of(member, place)
-                if store is not None and _have_all_entered(member, place, store):
+                store = _unless_over(
+                    lambda place=place: self._entered_store(member, place),  # type: ignore[misc]
+                    lambda place=place: member.may_enter(place.generation),  # type: ignore[misc]
+                )
+                if store is not None:
                     break
             self._run(member.begin_work())
         self._place = place
@@ -201,6 +205,11 @@ class KeepstepRendezvous(RendezvousHandler):
         assert self._thread is not None, "started before"
         return self._thread.run(work)
 
+    def _entered_store(self, member: RoundMember, place: Place) -> Store | None:
+        """Return the round's torch store once all nodes have reached it; None if it ends before."""
+        store = self._store_of(member, place)
+        return store if store is not None and _have_all_entered(member, place, store) else None
+
     def _store_of(self, member: RoundMember, place: Place) -> Store | None:
         """Serve the round's torch store, or connect to it; None if the round ends before.
 
@@ -227,6 +236,27 @@ class KeepstepRendezvous(RendezvousHandler):
                         "--local-addr with an address that others reach"
                     ) from None
         return None
+
+
+def _unless_over(act: Callable[[], T | None], goes_on: Callable[[], bool]) -> T | None:
+    """Return what a function returns; None if it has not returned when something is over.
+
+    It runs in a thread of its own, which is then left behind: the kernel of a frozen machine still
+    accepts connections, and a torch store waits for the first answers without a limit.
+    """
+    future: Future[T | None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="keepstep-torch-store", daemon=True).start()
+    while goes_on():
+        with suppress(TimeoutError):
+            return future.result(_MOST_POLL_S)
+    return None
 
 
 def _have_all_entered(member: RoundMember, place: Place, store: Store) -> bool:

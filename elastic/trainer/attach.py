@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -148,7 +149,8 @@ def attach(
         checkpoint=checkpoint,
         start_from=StartFrom.of(start_from),
         snapshot_every=options.snapshot_interval,
-        seed=int(seed),
+        # NumPy's numbers overflow where Python's grow.
+        seed=operator.index(seed),
         share=share,
         awaits_abort_order=awaits_order,
     )

@@ -6,7 +6,6 @@ ends, so does the process: its successor runs the script from its first line and
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,35 +16,29 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from keepstep import monitor
-from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
+from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.ranks.control_group import ControlGroup
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Dataset, Source, Stream
 from keepstep.elastic.data.order import DataOrder
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.position import IndexedPass, Position
 from keepstep.elastic.data.rank_batches import RankBatches
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.restorer import Restorer
+from keepstep.elastic.trainer.generation_end import is_from_generation_end, report_broken
+from keepstep.elastic.trainer.restorer import Restorer, report_restored
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import (
     Assignment,
-    Broken,
     Finishing,
-    Restored,
     SnapshotIntervalChosen,
     Stepped,
 )
-from keepstep.elastic.worker.peer_failure import is_peer_failure, text_of
 from keepstep.elastic.worker.session import Session, wall_clock_s
 
-log = logging.getLogger("keepstep")
-
 T = TypeVar("T")
-_FENCED_S = 2.0
-"""How long a node may refuse copies before its ranks learn that the generation closes."""
 
 
 class Attached:
@@ -100,6 +93,7 @@ class Attached:
         self._generators: tuple[Any, Mapping[str, torch.Tensor]] | None = None
         self._passes, self._passes_end = 0, 0
         self._data: DataPass[Any] | None = None
+        self._sampled: IndexedPass | None = None
         self.source = ""
         """Where the state came from; "start" if there was nothing to restore."""
         if session.is_managed:
@@ -142,24 +136,12 @@ class Attached:
             seed=self._seed,
             ranks=self._ranks,
         ).resume()
+        if resumed.begins and not resumed.position.step:
+            resumed = replace(resumed, position=Position(step))
         self._position, self.source = resumed.position, resumed.source
-        if resumed.begins and not self.steps:
-            self._position = Position(step)
-        generation, step = self._assignment.generation, self.steps
         if not resumed.begins:
             self._generators = random.getstate(), self._training.generators()
-        if resumed.loaded is not None:
-            self._session.roll_back(generation, step)
-        self._session.progress(generation, step)
-        self._session.report(
-            Restored(
-                generation=generation,
-                at_s=wall_clock_s(),
-                source=resumed.source,
-                step=step,
-                loaded=resumed.loaded if self._assignment.rank == 0 else None,
-            )
-        )
+        report_restored(self._session, self._assignment, resumed)
         # Before the manager's hooks, which refuse an optimizer's step where the process is to end.
         self._hooks = (
             self._training.model.register_forward_pre_hook(self._before_forward),
@@ -175,13 +157,13 @@ class Attached:
             session=self._session,
             interval=self._interval,
             ranks=self._ranks,
-            step=step,
+            step=self.steps,
         )
-        if step > 0:
+        if self.steps > 0:
             # Until then it depends on what is left of the old groups.
             self._snapshots.snapshot(self._position)
         self._begin_step()
-        return step
+        return self.steps
 
     def restore_generators(self) -> None:
         """Set the generators back to what `restore` has made them, before the first step.
@@ -214,7 +196,9 @@ class Attached:
         self._session.progress(self._assignment.generation, self.steps)
         if not self._has_stepped:
             self._has_stepped = True
-            self._report_first_step()
+            self._session.report(
+                Stepped(generation=self._assignment.generation, at_s=wall_clock_s())
+            )
         monitor.end_step()
         takes_snapshot = snapshots.complete_step(self._position)
         if takes_snapshot:
@@ -271,7 +255,7 @@ class Attached:
 
         For frameworks that handle errors; keepstep calls it for those that end the script.
         """
-        if self.is_managed and self._is_from_generation_end(error):
+        if is_from_generation_end(self._session, self._assignment.generation, error):
             self._end_after(error)
 
     def batches(
@@ -312,7 +296,7 @@ class Attached:
         )
         self._begin_pass(data.begin, data.end)
         data.check_continues(self._position)
-        self._data = data
+        self._data, self._sampled = data, None
         if self._position.batch >= data.end:
             return
         for batch in data.from_position(self._position, *self._share):
@@ -339,18 +323,31 @@ class Attached:
 
         Raises:
             UsageError: the batch is larger than the dataset, or smaller than the number of
-                data-parallel ranks.
+                data-parallel ranks; there is no epoch; or the job resumes within a pass that had
+                another dataset length or global batch.
         """
         order = DataOrder(
             samples, global_batch, seed=self._seed, shuffle=shuffle, pass_number=self._passes
         )
+        order.loss_scale(*self._share)
+        if epochs < 1:
+            raise UsageError(f"epochs={epochs}: give at least 1")
         begin = self._passes_end
-        self._begin_pass(begin, begin + epochs * order.steps_per_epoch)
+        sampled = IndexedPass(
+            begin=begin,
+            end=begin + epochs * order.steps_per_epoch,
+            global_batch=global_batch,
+            samples=samples,
+        )
+        self._begin_pass(begin, sampled.end)
+        if self._position.indexed_pass is not None:
+            sampled.check_continues(self._position.indexed_pass, self._position.batch)
+        self._data, self._sampled = None, sampled
         return RankBatches(
             order,
-            epochs,
-            *self._share,
-            consumed=lambda: self._position.batch - begin,
+            lambda: self._position.batch - begin,
+            lambda: self._share,
+            epochs=epochs,
             on_resume=self.restore_generators,
         )
 
@@ -374,10 +371,10 @@ class Attached:
         self._snapshots.begin_step()
         monitor.begin_step(self.steps + 1)
 
-    def _report_first_step(self) -> None:
-        self._session.report(Stepped(generation=self._assignment.generation, at_s=wall_clock_s()))
-
     def _located(self) -> Position:
+        """Return the position with what a job that resumes there must know of its data."""
+        if self._sampled is not None and self._sampled.begin <= self._position.batch:
+            return replace(self._position, indexed_pass=self._sampled)
         return self._data.located(self._position) if self._data else self._position
 
     def _before_forward(self, model: torch.nn.Module, _: Any) -> None:
@@ -398,23 +395,10 @@ class Attached:
             self._end_after(broken)
         self._end_process()
 
-    def _is_from_generation_end(self, error: BaseException) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        generation = self._assignment.generation
-        if is_peer_failure(error) or self._session.is_closing(generation):
-            return True
-        return isinstance(error, SnapshotUnavailable | RankFailed) and (
-            self._session.wait_for_closing(generation, _FENCED_S)
-        )
-
     def _end_after(self, error: BaseException) -> NoReturn:
         """Report that something broke, and end the process once it may."""
         generation = self._assignment.generation
-        is_awaited = self._awaits_abort_order and not self._session.is_aborting(generation)
-        if is_awaited or not self._session.is_closing(generation):
-            cause = text_of(error).partition("\n")[0] or type(error).__name__
-            self._session.report(Broken(generation=generation, error=cause))
+        report_broken(self._session, generation, error, awaits_order=self._awaits_abort_order)
         if self._awaits_abort_order:
             self._session.wait_for_abort_order(generation)
         self._end_process()

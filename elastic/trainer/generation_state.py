@@ -23,18 +23,18 @@ from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.bad_steps import StepJudge
+from keepstep.elastic.trainer.generation_end import report_broken
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import ReplicaCheck
-from keepstep.elastic.trainer.restorer import Restorer
+from keepstep.elastic.trainer.restorer import Restorer, report_restored
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build, InitialExtra, State
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.messages import Assignment, Broken, Drained, Ready, Restored
-from keepstep.elastic.worker.peer_failure import text_of
+from keepstep.elastic.worker.messages import Assignment, Drained, Ready
 from keepstep.elastic.worker.session import Session, wall_clock_s
 from keepstep.torch_internals import drop_compiled_code
 
@@ -176,19 +176,8 @@ class GenerationState:
         self._passes.resume(position)
         if self._judge is not None:
             self._judge.resume(position.step)
-        if resumed.loaded is not None:
-            self._session.roll_back(assignment.generation, position.step)
         self.source = resumed.source
-        self._session.progress(assignment.generation, position.step)
-        self._session.report(
-            Restored(
-                generation=assignment.generation,
-                at_s=wall_clock_s(),
-                source=resumed.source,
-                step=position.step,
-                loaded=resumed.loaded if assignment.rank == 0 else None,
-            )
-        )
+        report_restored(self._session, assignment, resumed)
         self._snapshots = SnapshotManager(
             training=training,
             device=world.device,
@@ -226,11 +215,7 @@ class GenerationState:
                 error = broken
         if error is not None:
             awaits_order = self._groups.awaits_abort_order
-            # Where it closes in good order, only this makes the agent drain by abort.
-            is_awaited = awaits_order and not self._session.is_aborting(generation)
-            if is_awaited or not self._session.is_closing(generation):
-                cause = text_of(error).partition("\n")[0] or type(error).__name__
-                self._session.report(Broken(generation=generation, error=cause))
+            report_broken(self._session, generation, error, awaits_order=awaits_order)
         if self._groups.awaits_abort_order and (
             error is not None or self._session.is_aborting(generation)
         ):

@@ -34,7 +34,8 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.training_state import BegunRestore, TrainingState
-from keepstep.elastic.worker.messages import Assignment
+from keepstep.elastic.worker.messages import Assignment, Restored
+from keepstep.elastic.worker.session import Session, wall_clock_s
 
 log = logging.getLogger("keepstep")
 
@@ -224,6 +225,23 @@ class Restorer:
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""
         return self.assignment.server if holder.node == self.assignment.node else holder.server
+
+
+def report_restored(session: Session, assignment: Assignment, resumed: Resumed) -> None:
+    """Report to the agent that this worker has its state, and where it goes on."""
+    generation, step = assignment.generation, resumed.position.step
+    if resumed.loaded is not None:
+        session.roll_back(generation, step)
+    session.progress(generation, step)
+    session.report(
+        Restored(
+            generation=generation,
+            at_s=wall_clock_s(),
+            source=resumed.source,
+            step=step,
+            loaded=resumed.loaded if assignment.rank == 0 else None,
+        )
+    )
 
 
 def _remove(storage: Storage, undone: Sequence[StoredStep]) -> None:

@@ -14,16 +14,13 @@ from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ReplicasDiverged, UsageError
 from keepstep.elastic.trainer.bad_steps import RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import EventReporter
+from keepstep.elastic.trainer.generation_end import is_from_generation_end
 from keepstep.elastic.trainer.generation_state import GenerationState
 from keepstep.elastic.trainer.passes import Passes
 from keepstep.elastic.trainer.process_groups import World
 from keepstep.elastic.trainer.replicas import ReplicaCheck
 from keepstep.elastic.worker.messages import ReplicasCompared, SnapshotIntervalChosen, Stepped
-from keepstep.elastic.worker.peer_failure import is_peer_failure
 from keepstep.elastic.worker.session import Session, wall_clock_s
-
-_FENCED_S = 2.0
-"""How long a node may refuse copies before its ranks learn that the generation closes."""
 
 
 class StepUndone(Exception):
@@ -174,14 +171,7 @@ class StepControl:
 
     def is_from_generation_end(self, error: Exception) -> bool:
         """Whether the end of the generation caused an error, and not the training code."""
-        if not self._session.is_managed:
-            return False
-        generation = self.world.generation
-        if is_peer_failure(error) or self._session.is_closing(generation):
-            return True
-        return isinstance(error, SnapshotUnavailable) and self._session.wait_for_closing(
-            generation, _FENCED_S
-        )
+        return is_from_generation_end(self._session, self.world.generation, error)
 
     def compare_replicas(self, *, precedes_snapshot: bool) -> ReplicasDiverged | None:
         """Compare the replicas if it is time to; return what makes the job roll back, if it must.

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from keepstep.elastic.data.datasets import Dataset
 from keepstep.elastic.data.order import DataOrder
+from keepstep.elastic.data.rank_batches import RankBatches
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.attach import attach
 from keepstep.elastic.trainer.attached import Attached
@@ -216,7 +217,7 @@ class RankLoader:
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]
-            batch_sampler=_EpochBatches(order, self._first, self._share),
+            batch_sampler=RankBatches(order, self._first, self._share),
             generator=self._generator,
             **options,
         )
@@ -263,29 +264,6 @@ class RankLoader:
         """Return the data-parallel rank, and the number of them."""
         share = self._trainer().distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return share["rank"], share["num_replicas"]
-
-
-class _EpochBatches:
-    """A rank's indices of each batch, to the end of the epoch.
-
-    Args:
-        order: of the samples.
-        first: returns the number of the first batch.
-        share: returns the data-parallel rank, and the number of them.
-    """
-
-    def __init__(
-        self, order: DataOrder, first: Callable[[], int], share: Callable[[], tuple[int, int]]
-    ) -> None:
-        self._order = order
-        self._first = first
-        self._share = share
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self._first()
-        per_epoch = self._order.steps_per_epoch
-        for step in range(first, (first // per_epoch + 1) * per_epoch):
-            yield list(self._order.local_indices(step, *self._share()))
 
 
 class _Progress:

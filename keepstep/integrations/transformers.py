@@ -16,7 +16,7 @@ Trainer's seams are those of the versions in `TRIED`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import ExportableState
 
 from keepstep.elastic.data.order import DataOrder
+from keepstep.elastic.data.rank_batches import RankBatches
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.attach import attach
 from keepstep.elastic.trainer.attached import Attached
@@ -62,7 +63,9 @@ class KeepstepMixin:
     optimizer: Any
     state: Any
     train_dataset: Any
+    get_total_train_batch_size: Any
     _attached: Attached | None = None
+    _batches: Mapping[str, int]
     _progress: _Progress
     _updates_per_epoch: int
     _resumed: bool = False
@@ -83,7 +86,13 @@ class KeepstepMixin:
             )
         accumulated = args.gradient_accumulation_steps
         ranks = args.world_size
-        step_batch = self.global_batch or args.train_batch_size * ranks * accumulated
+        own_batch = self.get_total_train_batch_size(args)
+        if own_batch != args.train_batch_size * ranks * accumulated:
+            raise UsageError(
+                "KeepstepMixin gives each rank samples of its own, and some of these ranks compute "
+                "the same ones: leave out tensor, context and sequence parallelism"
+            )
+        step_batch = self.global_batch or own_batch
         if step_batch % accumulated:
             raise UsageError(
                 f"global_batch={step_batch} is no multiple of gradient_accumulation_steps="
@@ -91,7 +100,9 @@ class KeepstepMixin:
             )
         own: DataLoader[Any] = inherited.get_train_dataloader()
         dataset: Any = own.dataset
-        order = DataOrder(len(dataset), step_batch // accumulated, seed=args.data_seed or args.seed)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        order = DataOrder(len(dataset), step_batch // accumulated, seed=seed)
+        self._batches = {"samples_per_step": step_batch, "samples": len(dataset)}
         return DataLoader(
             dataset,
             batch_sampler=_EpochBatches(order, args.process_index, ranks),
@@ -100,6 +111,8 @@ class KeepstepMixin:
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            in_order=args.dataloader_in_order,
             worker_init_fn=own.worker_init_fn,
             # Trainer's order does not draw from the generators that are training state.
             generator=torch.Generator().manual_seed(args.seed),
@@ -179,35 +192,22 @@ class KeepstepMixin:
         return inherited._finalize_training(*arguments)
 
 
-class _EpochBatches:
-    """This rank's indices of each batch of an epoch; Trainer skips those that are done.
-
-    Args:
-        order: of the samples.
-        rank: the rank.
-        world_size: number of ranks.
-    """
+class _EpochBatches(RankBatches):
+    """This rank's indices of each batch of an epoch; Trainer skips those that are done."""
 
     def __init__(self, order: DataOrder, rank: int, world_size: int) -> None:
         order.loss_scale(rank, world_size)
-        self._order = order
-        self._rank = rank
-        self._world_size = world_size
-        self._epoch = 0
+        super().__init__(order, self._first_of_epoch, lambda: (rank, world_size))
+        self._chosen = 0
         # Of an inner sampler, as Trainer looks for it.
         self.batch_sampler = self
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
-        self._epoch = epoch
+        self._chosen = epoch
 
-    def __len__(self) -> int:
-        return self._order.steps_per_epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self._epoch * self._order.steps_per_epoch
-        for step in range(first, first + self._order.steps_per_epoch):
-            yield list(self._order.local_indices(step, self._rank, self._world_size))
+    def _first_of_epoch(self) -> int:
+        return self._chosen * len(self)
 
 
 class _Progress:
@@ -223,35 +223,43 @@ class _Progress:
         state = dataclasses.asdict(trainer.state)
         return {
             "state": {key: value for key, value in state.items() if key not in _NOT_STORED},
-            "callbacks": [callback.state() for callback in self._exportable()],
+            "callbacks": [[name, callback.state()] for name, callback in self._exportable()],
             "flos": float(trainer.current_flos),
             "losses": {
                 "_total_loss_scalar": float(trainer._total_loss_scalar),
                 "_globalstep_last_logged": trainer._globalstep_last_logged,
             },
-            "samples_per_step": self._samples_per_step(),
+            "batches": dict(trainer._batches),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore Trainer's state in place.
 
         Raises:
-            UsageError: a step has another number of samples than before.
+            UsageError: the samples are others than before, or Trainer has other callbacks.
         """
         trainer = self._trainer
-        if state["samples_per_step"] != self._samples_per_step():
+        stored, own = state["batches"], trainer._batches
+        if stored != own:
             raise UsageError(
-                f"a step had {state['samples_per_step']} samples, and has "
-                f"{self._samples_per_step()} now: give the Trainer's class "
-                f"global_batch = {state['samples_per_step']}, so that it is the same for any "
-                "number of ranks"
+                f"a step had {stored['samples_per_step']} of {stored['samples']} samples, and has "
+                f"{own['samples_per_step']} of {own['samples']} now, so that its position means "
+                "others: give the same dataset, and the Trainer's class "
+                f"global_batch = {stored['samples_per_step']}, which holds for any number of ranks"
+            )
+        exportable = self._exportable()
+        names, stored_names = [n for n, _ in exportable], [n for n, _ in state["callbacks"]]
+        if names != stored_names:
+            raise UsageError(
+                f"callbacks with a state were {stored_names}, and are {names}: give Trainer the "
+                "same ones"
             )
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
         trainer.current_flos = state["flos"]
         self._losses = state["losses"]
-        for callback, stored in zip(self._exportable(), state["callbacks"], strict=True):
-            for name, value in stored.get("attributes", {}).items():
+        for (_, callback), (_, exported) in zip(exportable, state["callbacks"], strict=True):
+            for name, value in exported.get("attributes", {}).items():
                 setattr(callback, name, value)
 
     def restore_losses(self) -> None:
@@ -260,16 +268,10 @@ class _Progress:
         for name, value in self._losses.items():
             setattr(trainer, name, value)
 
-    def _exportable(self) -> list[Any]:
+    def _exportable(self) -> list[tuple[str, Any]]:
         trainer = self._trainer
         everything = [*trainer.callback_handler.callbacks, trainer.control]
-        return [callback for callback in everything if isinstance(callback, ExportableState)]
-
-    def _samples_per_step(self) -> int:
-        trainer = self._trainer
-        if trainer.global_batch:
-            return int(trainer.global_batch)
-        return int(trainer.get_total_train_batch_size(trainer.args))
+        return [(type(it).__name__, it) for it in everything if isinstance(it, ExportableState)]
 
 
 class _LoggedLoss:

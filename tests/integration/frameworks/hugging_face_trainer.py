@@ -70,7 +70,7 @@ class StopEarly(TrainerCallback):
 
 
 class ProtectedTrainer(KeepstepMixin, Trainer):
-    global_batch = 16
+    global_batch = options.get("global_batch", 16)
     attach_options: ClassVar = {"checkpoint": options.get("checkpoint")}
 
 
@@ -86,13 +86,14 @@ torch.manual_seed(0)
 trainer = ProtectedTrainer(
     model=LlamaForCausalLM(config),
     args=TrainingArguments(
-        output_dir=str(log / "output"),
+        output_dir=options.get("output", str(log / "output")),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_train_epochs=options["epochs"],
         learning_rate=1e-3,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if "save_steps" in options else "no",
+        save_steps=options.get("save_steps", 500),
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
@@ -103,4 +104,4 @@ trainer = ProtectedTrainer(
     data_collator=collate,
     callbacks=[Record(), StopEarly()],
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))

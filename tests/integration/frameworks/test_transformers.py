@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from keepstep.elastic.errors import UsageError
-from tests.integration.frameworks.framework_jobs import check, run_and_kill, run_undisturbed
+from tests.integration.frameworks.framework_jobs import (
+    check,
+    cluster,
+    run_and_kill,
+    run_undisturbed,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,11 +48,38 @@ def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(tmp_p
             assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
 
 
+def test_folder_of_trainer_is_resumed_where_keepstep_has_nothing(tmp_path: Path) -> None:
+    options = {"epochs": 4, "dropout": 0.0, "output": str(tmp_path / "output")}
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **options)
+    run_undisturbed(SCRIPT, tmp_path / "first", **options, stop_at=6, save_steps=6)
+    resumed = run_undisturbed(
+        SCRIPT,
+        tmp_path / "resumed",
+        **options,
+        resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-6"),
+    )
+    assert min(resumed) == 7
+    for step, ranks in resumed.items():
+        for rank, line in ranks.items():
+            assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
+
+
+def test_job_that_resumes_with_other_batches_is_refused(tmp_path: Path) -> None:
+    options = {"epochs": 4, "dropout": 0.0, "checkpoint": str(tmp_path / "checkpoint")}
+    run_undisturbed(SCRIPT, tmp_path / "first", **options, stop_at=6)
+    with cluster(
+        SCRIPT, tmp_path / "other", workers=2, nnodes="1:1", **options, global_batch=8
+    ) as running:
+        running.start("a")
+        assert running.wait("a", 180) != 0
+    assert "a step had 16 of 64 samples, and has 8 of 64 now" in running.output()
+
+
 def test_page_shows_lines_that_the_tested_script_has() -> None:
     page = (ROOT / "docs/integrations.md").read_text()
     script = (HERE / SCRIPT).read_text()
     assert "from keepstep.integrations.transformers import KeepstepMixin" in page
-    for line in ("class ProtectedTrainer(KeepstepMixin, Trainer):", "    global_batch = "):
+    for line in ("class ProtectedTrainer(KeepstepMixin, Trainer):\n    global_batch = ",):
         assert line in page
         assert line in script
 

@@ -126,6 +126,11 @@ def test_node_that_joins_takes_part_and_no_step_is_computed_again(
     assert samples(last_run_of_each_step(tmp_path)) == samples(undisturbed)
 
 
+GROUPS = """
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+"""
+
 ALONE = """
 import sys
 import torch
@@ -145,15 +150,22 @@ training.finish()
 """
 
 
-def test_script_runs_without_a_launcher_and_says_once_what_that_means(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "begins"),
+    [((), ""), (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), GROUPS)],
+    ids=["python", "torchrun"],
+)
+def test_script_runs_without_keepstep_run_and_says_once_what_that_means(
+    tmp_path: Path, launcher: tuple[str, ...], begins: str
+) -> None:
     script = tmp_path / "alone.py"
-    script.write_text(ALONE)
+    script.write_text(begins + ALONE)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, *launcher, str(script)],
         capture_output=True,
         text=True,
         timeout=patient(60),
         check=False,
     )
-    assert done.stdout == "steps 4\n", done.stderr
+    assert set(done.stdout.split("\n")) == {"steps 4", ""}, done.stderr
     assert done.stderr.count("without recovery") == 1

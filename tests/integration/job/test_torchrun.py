@@ -184,9 +184,6 @@ def test_node_that_freezes_is_lost_with_its_lease_and_returns_when_it_thaws(node
 
 
 @pytest.mark.long
-# Not in every run: in 5 of 8 the survivor and the node that stood by had not begun within a minute
-# (docs/limits.md).
-@pytest.mark.campaign
 def test_round_is_not_begun_with_a_node_that_does_not_enter_it(nodes: Nodes) -> None:
     limits = ("--nnodes", "2")
     for name in ("a", "b"):

@@ -26,7 +26,11 @@ def test_loop_over_epochs_reads_each_batch_once_wherever_it_resumes(
     resumptions = [None] * world_size if start % order.steps_per_epoch else []
     batches = [
         RankBatches(
-            order, epochs, rank, world_size, consumed=lambda: consumed, on_resume=resumptions.pop
+            order,
+            lambda: consumed,
+            lambda rank=rank: (rank, world_size),  # type: ignore[misc]
+            epochs=epochs,
+            on_resume=resumptions.pop,
         )
         for rank in range(world_size)
     ]

@@ -122,4 +122,23 @@ def test_batches_and_samplers_follow_each_other_and_skipped_batches_count() -> N
             training.step_done()
     assert list(sampler) == []
     assert sampler.epoch == 2
+    with pytest.raises(UsageError, match="epochs=0: give at least 1"):
+        training.batch_sampler(4, 2, epochs=0)
     training.finish()
+
+
+def test_sampler_of_other_samples_is_refused_within_the_pass_that_is_resumed() -> None:
+    """Its position would mean other samples, and nothing would show it."""
+    model, optimizer = model_and_optimizer()
+    stored = keepstep.attach(model, optimizer)
+    stored.restore()
+    stored.batch_sampler(8, 2, epochs=2)
+    stored.step_done()
+    position = stored._located()
+    for samples, global_batch, reason in ((6, 2, "over 8 samples"), (8, 4, "global_batch=2")):
+        resumed = keepstep.attach(model, optimizer)
+        resumed.restore()
+        resumed._position = position
+        with pytest.raises(UsageError, match=reason):
+            resumed.batch_sampler(samples, global_batch, epochs=2)
+    stored.finish()
