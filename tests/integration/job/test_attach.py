@@ -145,7 +145,7 @@ for inputs in training.batches(torch.eye(2).repeat(8, 1), 4):
     optimizer.step()
     optimizer.zero_grad()
     training.step_done()
-print("steps", training.steps)
+print(f"steps {training.steps}\\n", end="", flush=True)
 training.finish()
 """
 
