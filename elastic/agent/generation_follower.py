@@ -123,7 +123,6 @@ class GenerationFollower:
         """Put the workers into a generation, or end them if the node has no place in it."""
         membership = self._node.membership
         await self._snapshots.server.open_generation(generation)
-        membership.update(newest_generation=generation.generation)
         resume = generation.resume
         # To resume from storage goes back behind whatever older generations left in memory.
         await self._snapshots.commit(

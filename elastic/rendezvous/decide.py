@@ -9,7 +9,7 @@ A generation's life: open -> (failure, loss, leave, join) -> closing -> all pres
 -> the next one is open.
 
 Invariants:
-- A generation's number is above every one that a present node has seen.
+- A generation's number grows by one.
 - A generation is opened when every present member of the last one has drained, with min to max
   nodes.
 - A node that was a member and may be one again keeps its ranks, as far as the number of nodes

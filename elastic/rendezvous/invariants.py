@@ -353,11 +353,10 @@ def _announced_commits(view: View) -> set[SnapshotId]:
 def _check_opening(before: View, after: View, generation: Generation) -> None:
     check_generation(generation)
     old = before.generation
-    if generation.generation <= before.newest_generation:
-        # What a node has computed in a generation must not be taken for another one's.
+    if old is not None and generation.generation != old.generation + 1:
         raise InvariantViolated(
-            "a generation's number is above every one that a present node has seen",
-            f"{before.newest_generation} is followed by {generation.generation}",
+            "a generation's number grows by one",
+            f"{old.generation} is followed by {generation.generation}",
         )
     if old is not None and not before.is_closing:
         raise InvariantViolated(

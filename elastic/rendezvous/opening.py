@@ -76,9 +76,7 @@ def open_first_generation(
     members = assign_ranks((), nodes, policy.max_nodes, rank_limits(view))
     if len(members) < policy.min_nodes:
         return _await_quorum(policy, view, nodes, leader_state, now_s)
-    opened = _new_generation(
-        policy, view, members, view.newest_generation + 1, "start", wall_s, wall_s
-    )
+    opened = _new_generation(policy, view, members, 1, "start", wall_s, wall_s)
     return Decision(LeaderState(), Open(opened))
 
 
@@ -178,7 +176,7 @@ def open_next_generation(
             policy,
             view,
             members,
-            view.newest_generation + 1,
+            old.generation + 1,
             _reason(closing, failures.cause) if closing else "",
             detected_at_s,
             wall_s,

@@ -248,8 +248,6 @@ class NodeRecord(Record):
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
         checkpoint_compression: how they are compressed; None: not at all.
         serves_coordinator: its agent runs the coordinator, which ends with it.
-        newest_generation: the newest generation that it has entered, or had no place in. A job that
-            was restored from another node's older view may be behind it.
         checkpoint_retention: which of them are kept; None: all.
         processes: ids of its workers' processes, by local rank.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
@@ -295,7 +293,6 @@ class NodeRecord(Record):
     fitting_ranks: str = ""
     serves_coordinator: bool = False
     checkpoint_retention: Retention | None = None
-    newest_generation: int = 0
     ended: Result | None = None
 
     def __post_init__(self) -> None:

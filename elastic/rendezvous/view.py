@@ -176,15 +176,6 @@ class View:
     """Addresses of agents that the leader itself has found to have ended."""
 
     @property
-    def newest_generation(self) -> int:
-        """The newest generation that a present node has seen; the job's own may be older.
-
-        A node may have restored a job that a coordinator has lost, from an older view.
-        """
-        seen = (joined.record.newest_generation for joined in self.nodes.values())
-        return max(self.generation_number, *seen, 0)
-
-    @property
     def generation_revision(self) -> int:
         """Revision at which the current generation was opened; 0 before the first."""
         return self.revisions.get("generation", 0)

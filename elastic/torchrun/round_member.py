@@ -225,7 +225,6 @@ class RoundMember:
             listening = self._store_socket.take()
         self._membership.update(
             generation=generation.generation,
-            newest_generation=generation.generation,
             phase=NodePhase.STARTING,
             failure=None,
             store_port=self._store_socket.port,

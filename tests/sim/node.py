@@ -707,7 +707,6 @@ class Node:
         self.memory.open_generation(generation.generation)
         for write in self.part_writes:
             write.stopped = True
-        self._update(newest_generation=generation.generation)
         resume = generation.resume
         self._commit(resume.snapshot if resume else SnapshotId(generation.generation, -1))
         self.worker_generation, self.failure = generation.generation, None

@@ -95,12 +95,6 @@ def without(view: View, node: str) -> View:
     return replace(view, nodes={n: joined for n, joined in view.nodes.items() if n != node})
 
 
-def seen_by_b(view: View, generation: int) -> View:
-    joined = view.nodes["b"]
-    record = replace(joined.record, newest_generation=generation)
-    return replace(view, nodes={**view.nodes, "b": replace(joined, record=record)})
-
-
 def changed(before: View, **documents: object) -> Callable[[], None]:
     revisions = {**before.revisions, **dict.fromkeys(documents, before.revision + 1)}
     after = replace(before, revisions=revisions, **documents)  # type: ignore[arg-type]
@@ -154,12 +148,12 @@ ALLOWED: dict[str, Callable[[], None]] = {
 
 REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "used number": (
-        "a generation's number is above every one that a present node has seen",
+        "a generation's number grows by one",
         changed(CLOSED, generation=replace(SECOND, generation=1, resume=None), closing=None),
     ),
-    "number that a node has seen": (
-        "a generation's number is above every one that a present node has seen",
-        changed(seen_by_b(CLOSED, 2), generation=SECOND, closing=None),
+    "skipped number": (
+        "a generation's number grows by one",
+        changed(CLOSED, generation=replace(SECOND, generation=3), closing=None),
     ),
     "opened twice": (
         "a generation is opened after the last one was closed",
