@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from fsdp2_on_cpus import shard_on_cpus
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset
 
 from keepstep.integrations.accelerate import attach
@@ -40,7 +42,12 @@ class Counter:
 
 
 torch.manual_seed(0)
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+plugin = None
+if "fsdp2" in options:
+    PartialState(cpu=True)
+    shard_on_cpus()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options["fsdp2"])
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
 dataset = Numbers()
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -49,6 +56,7 @@ counter = Counter()
 accelerator.register_for_checkpointing(counter)
 
 model, optimizer = accelerator.prepare(model, optimizer)
+assert isinstance(model, FSDPModule) == ("fsdp2" in options)
 training = attach(accelerator, scheduler=scheduler)
 training.restore()
 sampler = training.batch_sampler(len(dataset), global_batch=8, epochs=options["epochs"])

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from fsdp2_on_cpus import shard_on_cpus
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
 from transformers import (
     LlamaConfig,
@@ -47,6 +49,7 @@ class Record(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" not in logs:
             return
+        assert isinstance(trainer.model, FSDPModule) == ("fsdp2" in options)
         line = {
             "step": state.global_step,
             "generation": generation,
@@ -83,23 +86,31 @@ config = LlamaConfig(
     attention_dropout=options["dropout"],
 )
 torch.manual_seed(0)
+arguments = TrainingArguments(
+    output_dir=options.get("output", str(log / "output")),
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    num_train_epochs=options["epochs"],
+    learning_rate=1e-3,
+    logging_steps=1,
+    save_strategy="steps" if "save_steps" in options else "no",
+    save_steps=options.get("save_steps", 500),
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+    remove_unused_columns=False,
+    ddp_find_unused_parameters=False,
+    fsdp="fsdp2" in options,
+    fsdp_config={
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        **options.get("fsdp2", {}),
+    },
+)
+if "fsdp2" in options:
+    shard_on_cpus()
 trainer = ProtectedTrainer(
     model=LlamaForCausalLM(config),
-    args=TrainingArguments(
-        output_dir=options.get("output", str(log / "output")),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=options["epochs"],
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="steps" if "save_steps" in options else "no",
-        save_steps=options.get("save_steps", 500),
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        ddp_find_unused_parameters=False,
-    ),
+    args=arguments,
     train_dataset=Tokens(),
     data_collator=collate,
     callbacks=[Record(), StopEarly()],

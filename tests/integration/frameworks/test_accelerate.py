@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,15 @@ ROOT = HERE.parents[2]
 SCRIPT = "accelerate_loop.py"
 
 
-def test_loop_that_loses_a_worker_and_a_node_computes_the_same_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout", [{}, {"fsdp2": {"cpu_ram_efficient_loading": True}}], ids=["DDP", "FSDP2"]
+)
+def test_loop_that_loses_a_worker_and_a_node_computes_the_same_losses(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
     """Its learning rate, and what is registered with Accelerate, are restored."""
-    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", epochs=25)
-    disturbed = run_and_kill(SCRIPT, tmp_path / "disturbed", epochs=25)
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", epochs=25, **layout)
+    disturbed = run_and_kill(SCRIPT, tmp_path / "disturbed", epochs=25, **layout)
     check(disturbed, undisturbed)
     assert max(undisturbed) == 100
     for step, ranks in disturbed.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,18 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SCRIPT = "hugging_face_trainer.py"
 OPTIONS = {"epochs": 10, "dropout": 0.0}
+FSDP2 = {"fsdp2": {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}}
+LAYOUTS = pytest.mark.parametrize("layout", [{}, FSDP2], ids=["DDP", "FSDP2"])
 
 
-def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(tmp_path: Path) -> None:
+@LAYOUTS
+def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
     """So does its learning rate, and its logs have each step once."""
-    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **OPTIONS)
-    disturbed = run_and_kill(SCRIPT, tmp_path / "disturbed", **OPTIONS)
+    options = OPTIONS | layout
+    undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **options)
+    disturbed = run_and_kill(SCRIPT, tmp_path / "disturbed", **options)
     check(disturbed, undisturbed)
     for step, ranks in disturbed.items():
         for line in ranks.values():
@@ -32,9 +39,12 @@ def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(tmp_pat
             assert line["logged"] == list(range(1, step + 1))
 
 
-def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
+@LAYOUTS
+def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
     """The model drops activations at random; the first job ends after half of the epochs."""
-    options = {"epochs": 4, "dropout": 0.1}
+    options = {"epochs": 4, "dropout": 0.1} | layout
     undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **options)
     checkpoint = str(tmp_path / "checkpoint")
     first = tmp_path / "first"
@@ -48,8 +58,11 @@ def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(tmp_p
             assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
 
 
-def test_folder_of_trainer_is_resumed_where_keepstep_has_nothing(tmp_path: Path) -> None:
-    options = {"epochs": 4, "dropout": 0.0, "output": str(tmp_path / "output")}
+@LAYOUTS
+def test_folder_of_trainer_is_resumed_where_keepstep_has_nothing(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    options = {"epochs": 4, "dropout": 0.0, "output": str(tmp_path / "output")} | layout
     undisturbed = run_undisturbed(SCRIPT, tmp_path / "undisturbed", **options)
     run_undisturbed(SCRIPT, tmp_path / "first", **options, stop_at=6, save_steps=6)
     resumed = run_undisturbed(
