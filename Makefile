@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test compat clean
+.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test integrations-test compat clean
 
 setup: $(STAMP)
 
@@ -69,10 +69,14 @@ ENVIRONMENTS ?= .
 convert-test: setup
 	$(BIN)/python -m tests.convert $(ONLY) --environments $(ENVIRONMENTS)
 
+# The frameworks whose loops are attached, each in an environment of its own.
+integrations-test: setup
+	$(BIN)/python -m ops.integrations $(ONLY) --environments $(ENVIRONMENTS) --json
+
 # Other versions of PyTorch, each in an environment of its own, with several GB of CUDA libraries.
 TORCH ?= 2.11.0
 compat: setup
 	$(BIN)/python -m ops.compat $(TORCH) --environments $(ENVIRONMENTS) --json
 
 clean:
-	rm -rf $(VENV) .venv-convert-* .venv-torch-* demo-output build dist *.egg-info
+	rm -rf $(VENV) .venv-convert-* .venv-integration-* .venv-torch-* demo-output build dist *.egg-info

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from contextlib import suppress
@@ -21,12 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ops.environments import installed
 from tests.convert.checks import NOT_RUN
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-CONSTRAINTS = ROOT / "constraints.txt"
-_STAMP = ".installed"
 _PASSED = re.compile(r"[1-9]\d* passed, 0 failed")
 
 
@@ -75,32 +72,6 @@ def modules() -> dict[str, Module]:
                 path.stem if environment is None else ast.literal_eval(environment),
             )
     return found
-
-
-def installed(path: Path, requirements: list[str]) -> str | None:
-    """Make an environment with these libraries, if it is not there; return why it cannot be."""
-    wanted = "\n".join([*requirements, CONSTRAINTS.read_text(encoding="utf-8"), sys.prefix])
-    digest = hashlib.sha256(wanted.encode()).hexdigest()
-    stamp = path / _STAMP
-    # What the libraries do not bring along in another version is taken from here; keepstep itself,
-    # which PyTorch loads at its import, from the tree.
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(path)}), "keepstep.pth")
-    if stamp.exists() and stamp.read_text() == digest:
-        own.write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-        return None
-    print(f"installing {', '.join(requirements)} in {path}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(path)], check=True)
-    own.write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-    python = path / "bin" / "python"
-    done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *requirements],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        return f"pip: {(errors or done.stderr.splitlines() or ['no output'])[0][:200]}"
-    stamp.write_text(digest)
-    return None
 
 
 def run(module: Module, python: Path, timeout_s: float) -> Outcome:
@@ -159,10 +130,12 @@ def main() -> int:
         if options.names and module.name not in options.names:
             continue
         path = options.environments / f".venv-convert-{module.environment}"
-        requirements = sorted(
-            {r for m in known.values() if m.environment == module.environment
-             for r in m.requirements}
-        )  # fmt: skip
+        requirements = {
+            requirement
+            for other in known.values()
+            if other.environment == module.environment
+            for requirement in other.requirements
+        }
         print(f"== {module.name}", flush=True)
         why_not = installed(path.absolute(), requirements)
         outcomes[module.name] = (

@@ -19,8 +19,6 @@ from tests.integration.job.jobs import last_run_of_each_step, samples
 
 lightning = pytest.importorskip("lightning")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 SCRIPT = "lightning_trainer.py"
 
 
@@ -197,16 +195,3 @@ def test_nodes_with_other_numbers_of_workers_have_no_placement(
     assert placement() == {"devices": 2, "num_nodes": 3}
     monkeypatch.delenv("WORLD_SIZE")
     assert placement() == {}
-
-
-def test_page_shows_lines_that_the_tested_scripts_have() -> None:
-    page = (ROOT / "docs/integrations.md").read_text()
-    for line in (
-        "from keepstep.integrations.lightning import KeepstepCallback, placement\n",
-        "from lightning.pytorch import Trainer\n",
-        "protection = KeepstepCallback()\n",
-        "protection.loader(dataset, global_batch=",
-        "**placement(), ",
-    ):
-        assert line in page
-        assert line in ALONE

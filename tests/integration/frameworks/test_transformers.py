@@ -16,8 +16,6 @@ from tests.integration.frameworks.framework_jobs import (
 
 transformers = pytest.importorskip("transformers")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 SCRIPT = "hugging_face_trainer.py"
 OPTIONS = {"epochs": 10, "dropout": 0.0}
 FSDP2 = {"fsdp2": {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}}
@@ -86,15 +84,6 @@ def test_job_that_resumes_with_other_batches_is_refused(tmp_path: Path) -> None:
         running.start("a")
         assert running.wait("a", 180) != 0
     assert "a step had 16 of 64 samples, and has 8 of 64 now" in running.output()
-
-
-def test_page_shows_lines_that_the_tested_script_has() -> None:
-    page = (ROOT / "docs/integrations.md").read_text()
-    script = (HERE / SCRIPT).read_text()
-    assert "from keepstep.integrations.transformers import KeepstepMixin" in page
-    for line in ("class ProtectedTrainer(KeepstepMixin, Trainer):\n    global_batch = ",):
-        assert line in page
-        assert line in script
 
 
 def test_what_has_no_position_or_another_order_is_refused(tmp_path: Path) -> None:
