@@ -79,5 +79,10 @@ def choose(storage: Storage, step: int | None, generation: int | None) -> Stored
 def missing(storage: Storage, step: int | None) -> CheckpointMissing:
     """Return the error that says which checkpoints there are instead."""
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    present = ", ".join(str(stored.step) for stored in list_steps(storage)[:8]) or "none"
+    present = ", ".join(str(stored.step) for stored in list_steps(storage)[:8])
+    if not present:
+        names = storage.names()
+        present = "none"
+        if names:
+            present += f"; files such as {names[0]} are no complete checkpoint of a known format"
     return CheckpointMissing(f"{storage.url}: there is no {wanted} (steps there: {present})")
