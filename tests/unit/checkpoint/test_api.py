@@ -121,7 +121,7 @@ def test_a_step_that_is_missing_is_so_for_all_ranks(
         (str(tmp_path / "none"), "there is no checkpoint of step 3 (steps there: none)"),
         (
             str(tmp_path / "others"),
-            "there is no checkpoint of step 3 (steps there: none; files such as notes.txt are no "
+            "there is no checkpoint of step 3 (steps there: none; notes.txt is there, and no "
             "complete checkpoint of a known format)",
         ),
     ):
