@@ -10,14 +10,13 @@ _TIME = "%H:%M:%S"
 
 
 def log_to_stderr(level: int, process: str = "") -> None:
-    """Log this process's messages to stderr, and warnings of the libraries that it uses.
+    """Log this process's messages to stderr.
 
     Args:
-        level: the least level of `logging` that is shown of keepstep's own messages.
+        level: the least level of `logging` that is shown.
         process: this process's name, shown before each message; "" for one that a user starts.
     """
-    logging.basicConfig(level=logging.WARNING, format=_format(process), datefmt=_TIME)
-    logging.getLogger("keepstep").setLevel(level)
+    logging.basicConfig(level=level, format=_format(process), datefmt=_TIME)
 
 
 def log_to_stderr_unless_configured() -> None:

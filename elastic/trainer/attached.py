@@ -111,7 +111,7 @@ class Attached:
         """Whether an agent of keepstep has started this process, and answers its signals."""
         return self._session.is_managed
 
-    def restore(self, step: int = 0) -> int:
+    def restore(self, step: int | Callable[[], int] = 0) -> int:
         """Fill the objects with the job's newest state, and return its number of steps.
 
         From memory, else from storage, else from `start_from`; else they stay as they are, and the
@@ -120,7 +120,8 @@ class Attached:
 
         Args:
             step: steps that the objects have behind them as they are, such as those of a checkpoint
-                that the script has loaded itself.
+                that the script has loaded itself; or a function that loads one, and returns them.
+                It is called only where there is nothing to restore.
 
         Raises:
             UsageError: it was called before.
@@ -137,7 +138,7 @@ class Attached:
             ranks=self._ranks,
         ).resume()
         if resumed.begins and not resumed.position.step:
-            resumed = replace(resumed, position=Position(step))
+            resumed = replace(resumed, position=Position(step() if callable(step) else step))
         self._position, self.source = resumed.position, resumed.source
         if not resumed.begins:
             self._generators = random.getstate(), self._training.generators()

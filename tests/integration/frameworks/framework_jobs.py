@@ -1,6 +1,7 @@
 """Runs jobs of other frameworks' loops, and kills a worker and then a node of them."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from tests.integration.job.jobs import (
 from tests.patient_cluster import PatientCluster
 
 HERE = Path(__file__).parent
+Script = str | Callable[[Mapping[str, Any]], list[str]]
+"""A script of this folder, which reads its options as JSON, or a command line for the options."""
 
 
 def cluster(
-    script: str,
+    script: Script,
     directory: Path,
     *,
     workers: int,
@@ -28,11 +31,12 @@ def cluster(
     last_call_s: float = 60.0,
     **options: Any,
 ) -> PatientCluster:
-    """Return a cluster that runs a script of this folder; `options` are the script's."""
+    """Return a cluster that runs a script; `options` are the script's."""
     (directory / "log").mkdir(parents=True, exist_ok=True)
+    options["log"] = str(directory / "log")
     return PatientCluster(
         "job",
-        [str(HERE / script), json.dumps({"log": str(directory / "log"), **options})],
+        script(options) if callable(script) else [str(HERE / script), json.dumps(options)],
         nnodes=nnodes,
         workers=workers,
         log=directory / "agents",
@@ -41,7 +45,7 @@ def cluster(
     )
 
 
-def run_undisturbed(script: str, directory: Path, **options: Any) -> Lines:
+def run_undisturbed(script: Script, directory: Path, **options: Any) -> Lines:
     """Run a script on one node with two workers, and return the last lines of each step."""
     with cluster(script, directory, workers=2, nnodes="1:1", **options) as running:
         running.start("a")
@@ -49,7 +53,7 @@ def run_undisturbed(script: str, directory: Path, **options: Any) -> Lines:
     return last_run_of_each_step(directory)
 
 
-def run_and_kill(script: str, directory: Path, **options: Any) -> Lines:
+def run_and_kill(script: Script, directory: Path, **options: Any) -> Lines:
     """Run a script on two nodes, kill a worker and then a node; return each step's last lines."""
     with cluster(script, directory, workers=1, nnodes="1:2", pause_s=0.6, **options) as running:
         running.start("a")

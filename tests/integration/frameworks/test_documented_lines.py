@@ -14,7 +14,8 @@ import pytest
 
 from tests.adaptive_timeouts import patient
 
-ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 KILLED_AT = 5
 
 DISTURBANCE = """
@@ -27,12 +28,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 steps = 0
 
 
+def local(parameter):
+    parameter = parameter.detach()
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
 def end_step(optimizer, *_):
     global steps
     if os.environ["RANK"] != "1":
         return
     steps += 1
-    weights = [p.detach().double().sum().item() for p in optimizer.param_groups[0]["params"]]
+    weights = [local(p).double().sum().item() for p in optimizer.param_groups[0]["params"]]
     with Path("weights").open("a") as lines:
         print(sum(weights).hex(), file=lines)
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and steps == int(os.environ["KILLED_AT"]):
@@ -95,11 +101,45 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
 """
 
+TORCHTITAN = """
+import os
+
+import numpy as np
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+from keepstep.integrations.torchtitan.tokens import TokenIds
+
+own = f"{os.getpid()}.npy"
+np.save(own, np.random.default_rng(0).integers(0, 2048, 5000, dtype=np.uint16))
+os.replace(own, "tokens.npy")
+guides = llama
+
+
+def llama():
+    config, small = guides(), llama3_debugmodel()
+    config.model_spec, config.loss = small.model_spec, small.loss
+    config.tokenizer = TokenIds.Config()
+    config.training.seq_len, config.training.steps = 16, 20
+    config.training.local_batch_size, config.training.global_batch_size = 4, 16
+    config.training.mixed_precision_param = "float32"
+    config.lr_scheduler.warmup_steps = 2
+    config.debug.seed = 7
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.optimizer.implementation = "for-loop"
+    model = config.model_spec.model
+    del model.layers[1:]
+    for _, _, parent, name in list(model.traverse(FlexAttention.Config)):
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    return config
+"""
+
 EXAMPLES = {
     "attach": ("attach.md", "Attach a loop that owns its objects", "", ""),
     "transformers": ("integrations.md", "Hugging Face Trainer", "", TRANSFORMERS),
     "lightning": ("integrations.md", "Lightning", LIGHTNING, ""),
     "accelerate": ("integrations.md", "Accelerate", ACCELERATE, ""),
+    "torchtitan": ("integrations.md", "torchtitan", "", TORCHTITAN),
 }
 """By framework, the guide, its heading, and what comes before and after the lines under it."""
 
@@ -123,10 +163,11 @@ def on_one_node(commands: str) -> list[str]:
 
 
 def run(directory: Path, script: str, command: list[str], killed_at: int) -> str:
-    """Run a script as train.py; return what it has printed."""
+    """Run a script as train.py, or as the module that torchtitan reads; return what is printed."""
     directory.mkdir()
     (directory / "disturbance.py").write_text(DISTURBANCE)
-    (directory / "train.py").write_text(f"import disturbance\n{script}")
+    for name in ("train.py", "configs.py"):
+        (directory / name).write_text(f"import disturbance\n{script}")
     done = subprocess.run(
         ["env", f"KILLED_AT={killed_at}", *command],
         cwd=directory,
@@ -142,10 +183,12 @@ def run(directory: Path, script: str, command: list[str], killed_at: int) -> str
 
 @pytest.mark.parametrize("framework", EXAMPLES)
 def test_lines_of_the_guide_lose_a_worker_and_end_with_the_weights_of_an_undisturbed_run(
-    tmp_path: Path, framework: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str
 ) -> None:
     if framework != "attach":
         pytest.importorskip(framework)
+    if framework == "torchtitan":
+        monkeypatch.setenv("PYTHONPATH", str(HERE / "torchtitan_on_cpus"))
     guide, heading, before, after = EXAMPLES[framework]
     lines, commands = blocks(guide, heading)
     script, command = f"{before}\n{lines}\n{after}", on_one_node(commands)

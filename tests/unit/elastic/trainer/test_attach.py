@@ -91,6 +91,15 @@ def test_steps_are_counted_only_between_restore_and_finish() -> None:
         training.step_done()
 
 
+def test_job_that_has_nothing_to_restore_begins_with_what_a_function_loads() -> None:
+    model, optimizer = model_and_optimizer()
+    training = keepstep.attach(model, optimizer)
+    assert training.restore(step=lambda: 3) == 3
+    step(training, model, optimizer)
+    assert training.steps == 4
+    training.finish()
+
+
 def test_new_job_keeps_the_random_numbers_of_its_script() -> None:
     model, optimizer = model_and_optimizer()
     torch.manual_seed(5)
