@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test integrations-test compat clean
+.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test integrations-test compat storages-test clean
 
 setup: $(STAMP)
 
@@ -73,10 +73,18 @@ convert-test: setup
 integrations-test: setup
 	$(BIN)/python -m ops.integrations $(ONLY) --environments $(ENVIRONMENTS) --json
 
+# Azurite, a server of Azure's interface, from the npm registry; without it its tests are skipped.
+storages-test: setup
+	npm install --no-save --no-fund --no-audit azurite@3.37.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[azure]'
+	$(BIN)/python -m pytest -q -n 2 tests/integration/checkpoint/test_storages.py \
+		tests/integration/checkpoint/test_crashes.py \
+		tests/integration/checkpoint/test_conversion.py -k 'storages or crashes or object_store'
+
 # Other versions of PyTorch, each in an environment of its own, with several GB of CUDA libraries.
 TORCH ?= 2.11.0
 compat: setup
 	$(BIN)/python -m ops.compat $(TORCH) --environments $(ENVIRONMENTS) --json
 
 clean:
-	rm -rf $(VENV) .venv-convert-* .venv-integration-* .venv-torch-* demo-output build dist *.egg-info
+	rm -rf $(VENV) .venv-convert-* .venv-integration-* .venv-torch-* demo-output build dist *.egg-info node_modules

@@ -10,13 +10,14 @@ _TIME = "%H:%M:%S"
 
 
 def log_to_stderr(level: int, process: str = "") -> None:
-    """Log this process's messages to stderr.
+    """Log this process's messages to stderr, and warnings of the libraries that it uses.
 
     Args:
-        level: the least level of `logging` that is shown.
+        level: the least level of `logging` that is shown of keepstep's own messages.
         process: this process's name, shown before each message; "" for one that a user starts.
     """
-    logging.basicConfig(level=level, format=_format(process), datefmt=_TIME)
+    logging.basicConfig(level=logging.WARNING, format=_format(process), datefmt=_TIME)
+    logging.getLogger("keepstep").setLevel(level)
 
 
 def log_to_stderr_unless_configured() -> None:

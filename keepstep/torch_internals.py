@@ -283,6 +283,25 @@ def has_plan_caching(planner: object) -> bool:
     return bool(getattr(planner, "_enable_plan_caching", False))
 
 
+def closes_stagers() -> bool:
+    """Return whether DCP closes the stager that `async_save` was given after every save."""
+    return torch.__version__ < "2.12"
+
+
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested dictionaries, lists and tuples, and their structure."""
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(tree)
+
+
+def unflatten_tree(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return what `flatten_tree` has flattened, with other leaves."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, structure)
+
+
 def dcp_storage_info(path: str, offset: int, nbytes: int) -> object:
     """Return an entry's place in a file, from DCP's metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -239,6 +239,8 @@ def convert_command(
                 "nbytes": done.nbytes,
                 "without_wrappers": opened.without_wrappers,
                 "left_out": done.left_out,
+                "checked_nbytes": done.checked.checked,
+                "unchecked_nbytes": done.checked.read - done.checked.checked,
             }
         )
         return
@@ -256,9 +258,10 @@ def convert_command(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
         f"{opened.format_name} to {to}; compared with what was read"
     )
-    if opened.format_name != "keepstep":
+    if unchecked := done.checked.read - done.checked.checked:
         echo(
-            f"not all checksums in {source} were compared; keepstep ckpt verify {source} does that",
+            f"{decimal(unchecked)} of the tensors in {source} have no checksums: damage to them "
+            "cannot be detected",
             err=True,
         )
     if to == Target.HUGGING_FACE and CONFIG not in chosen.documents:

@@ -52,6 +52,7 @@ class GenerationFollower:
         self._store_socket = store_socket
         self._standstill = standstill
         self._reported = 0
+        self._is_on_standby = False
         self._on_change = on_change
 
     async def follow(self) -> None:
@@ -132,8 +133,19 @@ class GenerationFollower:
             await self._snapshots.server.rebuild(resume)
         member = generation.member(self._node.config.node)
         if member is None:
+            if not self._is_on_standby:
+                log.info(
+                    "on standby: generation %d has no place for this node, which waits for one",
+                    generation.generation,
+                )
+            self._is_on_standby = True
             await self._node.worker_group.enter_as_spare(generation.generation)
             return
+        if self._is_on_standby:
+            first, last = member.ranks[0], member.ranks[-1]
+            ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+            log.info("generation %d: this node takes a place, as %s", generation.generation, ranks)
+        self._is_on_standby = False
         context = JobContext(
             job=self._node.config.job,
             secret=self._snapshots.server.secret,

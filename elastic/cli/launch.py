@@ -55,7 +55,6 @@ def launch(**options: Any) -> int:
     """
     open_standard_descriptors()
     log_to_stderr(logging.INFO)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
     command = parse_command(
         options["script"],
         options["arguments"],

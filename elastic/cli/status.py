@@ -269,8 +269,9 @@ def _describe_intervals(intervals: Mapping[str, Any]) -> list[str]:
     lines = []
     if intervals["snapshot_every"]:
         cost = f"{intervals['snapshot_cost_s'] * 1e3:.1f} ms"
+        every = intervals["snapshot_every"]
         lines.append(
-            f"snapshots, chosen:    every {intervals['snapshot_every']} steps, "
+            f"snapshots, chosen:    every {'step' if every == 1 else f'{every} steps'}, "
             f"of sqrt(2 * {cost} * {failure_interval_h:.1f} h)"
         )
     if intervals["checkpoint_interval_s"]:

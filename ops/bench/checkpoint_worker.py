@@ -33,6 +33,7 @@ import keepstep.checkpoint.api  # Imported before measuring, as DCP is.
 import keepstep.checkpoint.format.stored.files
 import keepstep.checkpoint.saving.process_saver
 from keepstep import checkpoint
+from keepstep.checkpoint.dcp_stager import Stager
 from keepstep.checkpoint.format.layout.descriptions import NOT_DESCRIBED
 from keepstep.checkpoint.format.stored import cell_codec
 from keepstep.checkpoint.format.stored.cell_codec import encode_cells, encoded_nbytes
@@ -222,8 +223,10 @@ def start_in_background(
     where, _, memory = contender.removeprefix("dcp_").partition("_")
     # Its thread's collectives would meet this thread's in one group.
     group = dist.new_group()
-    stager = None
-    if memory:
+    stager: Any = None
+    if memory == "keepstep":
+        stager = Stager()
+    elif memory:
         stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=memory == "pinned",

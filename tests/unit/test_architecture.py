@@ -105,6 +105,10 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.errors checkpoint.format.layout checkpoint.format.stored checkpoint.live"
             " torch_internals"
         ),
+        "checkpoint.dcp_stager": (
+            "checkpoint.errors checkpoint.format.layout checkpoint.live checkpoint.snapshot.arena"
+            " available_memory torch_internals"
+        ),
         "checkpoint.cli": (
             "checkpoint.convert.read checkpoint.convert.rules checkpoint.convert.write"
             " checkpoint.errors checkpoint.format.content_check checkpoint.format.layout"

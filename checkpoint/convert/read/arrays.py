@@ -56,6 +56,11 @@ class Array(Protocol):
         """Where the elements are, for error messages."""
         ...
 
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The bytes of files that the elements are in, or are computed from; not of a pickle."""
+        ...
+
     def narrow(self, box: Box) -> Array:
         """Return the elements in a box, as an array of the box's shape."""
         ...
@@ -165,6 +170,11 @@ class FileArray:
     def location(self) -> str:
         """See `Array.location`."""
         return self.extent.location
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """See `Array.extents`."""
+        return (self.extent,)
 
     @property
     def is_contiguous(self) -> bool:
@@ -310,6 +320,11 @@ class MemoryArray:
         """See `Array.shape`."""
         return self.values.shape
 
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """See `Array.extents`: none."""
+        return ()
+
     def narrow(self, box: Box) -> MemoryArray:
         """See `Array.narrow`."""
         return MemoryArray(self.dtype, view_of(self.values, box), self.location)
@@ -328,17 +343,24 @@ class ComputedArray:
         location: see `Array.location`.
         box: the part of all that the function makes.
         read: copies the elements in a part of all to an array of its shape.
+        sources: the arrays that it reads.
     """
 
     dtype: str
     location: str
     box: Box
     read: Callable[[Box, Values], None] = field(repr=False)
+    sources: tuple[Array, ...] = field(default=(), repr=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See `Array.shape`."""
         return self.box.shape
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """See `Array.extents`."""
+        return tuple(extent for source in self.sources for extent in source.extents)
 
     def narrow(self, box: Box) -> ComputedArray:
         """See `Array.narrow`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepstep.checkpoint.convert.read.arrays import FileArray, Values, dense_parts, view_of
+from keepstep.checkpoint.convert.read.files import Extent
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 
@@ -27,6 +28,11 @@ class ConvertedArray:
     def location(self) -> str:
         """See `Array.location`."""
         return self.stored.location
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """See `Array.extents`."""
+        return self.stored.extents
 
     def narrow(self, box: Box) -> ConvertedArray:
         """See `Array.narrow`."""

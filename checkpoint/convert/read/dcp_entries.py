@@ -95,6 +95,11 @@ class EntryArray:
         """See `Array.location`."""
         return self.entry.location
 
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """See `Array.extents`."""
+        return self.entry.array.extents
+
     def narrow(self, box: Box) -> EntryArray:
         """See `Array.narrow`."""
         return replace(self, box=box.placed_in(self.box))

@@ -73,8 +73,22 @@ class ForeignFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Checksum:
+    """The CRC-32 that a zip has of an entry, and the entry's name."""
+
+    crc32: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """A range of bytes of a file, such as a storage in torch's zip or an entry of DCP.
+
+    Attributes:
+        file: the file.
+        offset: position of its first byte in the file.
+        nbytes: number of bytes.
+        checksum: that of all its bytes, if the file has one; a part has none.
 
     Raises:
         CheckpointDamaged: the file has no such range.
@@ -83,6 +97,7 @@ class Extent:
     file: ForeignFile
     offset: int
     nbytes: int
+    checksum: Checksum | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.offset < 0 or self.nbytes < 0 or self.offset + self.nbytes > self.file.nbytes:

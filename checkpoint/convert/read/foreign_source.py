@@ -134,7 +134,7 @@ class ForeignCheckpoint:
         return self.foreign_tensors.keys()
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
-        """See `Source.read`. No format that is read here has checksums of tensors.
+        """See `Source.read`. Tensors are not compared with the checksums that files may have.
 
         Bytes that lie close together are read once for all requests. At most a few MiB of each of
         eight threads are in memory besides the requests' buffers.

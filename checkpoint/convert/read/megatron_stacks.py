@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from keepstep.checkpoint.convert.read.arrays import Array, Values
-from keepstep.checkpoint.convert.read.files import damaged
+from keepstep.checkpoint.convert.read.files import Extent, damaged
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor, Piece
 from keepstep.checkpoint.format.layout.boxes import Box
 from keepstep.checkpoint.format.layout.source import TensorSpec
@@ -68,6 +68,11 @@ class UnstackedArray:
     def location(self) -> str:
         """See `Array.location`."""
         return self.stored.location
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """See `Array.extents`."""
+        return self.stored.extents
 
     def narrow(self, box: Box) -> UnstackedArray:
         """See `Array.narrow`."""

@@ -277,5 +277,9 @@ def _wait(files: ForeignFiles, start: Callable[[], Any], nbytes: int = 0) -> Any
 def _objects(storage: Storage) -> ObjectStorage:
     from keepstep.checkpoint.format.stored.objects import ObjectStorage
 
-    assert isinstance(storage, ObjectStorage)
+    if not isinstance(storage, ObjectStorage):
+        raise FormatUnsupported(
+            f"{storage.url}: Orbax's checkpoints are read from a path, s3:// or gs://; copy it to "
+            "one of them"
+        )
     return storage

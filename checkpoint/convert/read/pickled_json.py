@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.checkpoint.convert.read.arrays import FileArray, MemoryArray
+from keepstep.checkpoint.convert.read.arrays import GAP_NBYTES, FileArray, MemoryArray
 from keepstep.checkpoint.convert.read.pickled_values import Global, NumpyArray, NumpyType, Record
+from keepstep.checkpoint.convert.read.zip_checksums import check_extent
 from keepstep.checkpoint.format.layout.boxes import Json
 
 _MOST_DEPTH = 64
@@ -64,8 +65,12 @@ def number_of(array: FileArray | MemoryArray) -> bool | int | float | complex:
     """Return the only element of an array.
 
     Raises:
+        CheckpointDamaged: its bytes do not match their checksum.
         CheckpointError: its bytes cannot be read.
     """
+    if isinstance(array, FileArray) and array.extent.nbytes <= GAP_NBYTES:
+        # Else it is one of many elements, each of which would take as long.
+        check_extent(array.extent, lambda nbytes: None)
     values = array.read() if isinstance(array, FileArray) else array.values
     number: Any = np.asarray(values).reshape(()).item()
     # ml_dtypes' types have scalars of their own.

@@ -59,8 +59,9 @@ def array_of_box(key: str, tensor: ForeignTensor, box: Box) -> Array:
         for piece, common in _pieces_in(tensor, wanted):
             piece.array.read_into(common.within(piece.box), view_of(into, common.within(wanted)))
 
-    first = next((piece.array.location for piece, _ in _pieces_in(tensor, box)), key)
-    return ComputedArray(tensor.spec.dtype, first, box, read)
+    sources = tuple(piece.array for piece, _ in _pieces_in(tensor, box))
+    first = sources[0].location if sources else key
+    return ComputedArray(tensor.spec.dtype, first, box, read, sources)
 
 
 def compared(key: str, copies: Sequence[Array]) -> ComputedArray:
@@ -89,7 +90,7 @@ def compared(key: str, copies: Sequence[Array]) -> ComputedArray:
                         "alone, say so by rules: shard = 0, or average = true"
                     )
 
-    return ComputedArray(first.dtype, first.location, Box.whole(first.shape), read)
+    return ComputedArray(first.dtype, first.location, Box.whole(first.shape), read, tuple(copies))
 
 
 def mean(copies: Sequence[Array], rounded_to: str | None = None) -> ComputedArray:
@@ -113,7 +114,7 @@ def mean(copies: Sequence[Array], rounded_to: str | None = None) -> ComputedArra
             with np.errstate(over="ignore", invalid="ignore"):
                 view_of(into, block)[...] = total.astype(numpy_dtype(dtype))
 
-    return ComputedArray(dtype, first.location, Box.whole(first.shape), read)
+    return ComputedArray(dtype, first.location, Box.whole(first.shape), read, tuple(copies))
 
 
 def blocks(shape: Sequence[int], itemsize: int, most_nbytes: int = READ_NBYTES) -> Iterator[Box]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import struct
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from keepstep.checkpoint.convert.read.files import Extent, damaged
+from keepstep.checkpoint.convert.read.files import Checksum, Extent, damaged
 from keepstep.checkpoint.convert.read.pickled_tensors import (
     PickledStorage,
     StorageKind,
@@ -22,6 +23,7 @@ from keepstep.checkpoint.convert.read.pickled_tensors import (
 from keepstep.checkpoint.convert.read.pickles import MOST_NBYTES, names_in, unpickle
 from keepstep.checkpoint.convert.read.ranged_file import RangedFile
 from keepstep.checkpoint.convert.read.safe_repr import safe_repr
+from keepstep.checkpoint.convert.read.zip_checksums import compare_checksum
 from keepstep.checkpoint.errors import CheckpointDamaged, FormatUnsupported
 
 ZIP_SIGNATURE = b"PK\x03\x04"
@@ -53,6 +55,7 @@ class _Entry:
     header_offset: int
     nbytes: int
     is_stored: bool
+    crc32: int
 
 
 def is_torch_file(head: bytes) -> bool:
@@ -175,6 +178,7 @@ class _TorchZip:
                 info.compress_type == zipfile.ZIP_STORED
                 and info.file_size == info.compress_size
                 and not info.flag_bits & 1,
+                info.CRC,
             )
         return entries
 
@@ -192,13 +196,16 @@ class _TorchZip:
         if signature != ZIP_SIGNATURE or name_nbytes != len(entry.name.encode()):
             raise self._damaged(f"where its directory has the entry {entry.name} is another")
         offset = entry.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
-        return self._extent.part(offset, entry.nbytes)
+        checksum = Checksum(entry.crc32, entry.name) if entry.crc32 else None
+        return replace(self._extent.part(offset, entry.nbytes), checksum=checksum)
 
     def _bytes(self, content: Extent) -> bytes:
-        """Return a part of the file, by way of the blocks that were read already."""
+        """Return an entry's bytes, by way of the blocks that were read already."""
         if content.nbytes > MOST_NBYTES:
             raise self._damaged(f"{content.nbytes} bytes are where at most {MOST_NBYTES} can be")
-        return self._file.at(content.offset - self._extent.offset, content.nbytes)
+        data = self._file.at(content.offset - self._extent.offset, content.nbytes)
+        compare_checksum(content, zlib.crc32(data))
+        return data
 
     def _header(self, entry: _Entry) -> bytes:
         return self._extent.part(entry.header_offset, _LOCAL_HEADER.size).read()

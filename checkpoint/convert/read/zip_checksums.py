@@ -2,6 +2,7 @@
 
 A checksum of 0 was not computed: PyTorch writes that if it is set to save time
 (`torch.serialization.set_crc32_options`), and where it leaves the place of a tensor empty.
+PyTorch compares no checksums when it loads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from keepstep.checkpoint.convert.read.files import Extent, damaged
+from keepstep.checkpoint.convert.read.files import Checksum, Extent, damaged
 from keepstep.checkpoint.convert.read.ranged_file import RangedFile
 from keepstep.checkpoint.errors import CheckpointDamaged
 
@@ -45,7 +46,7 @@ def check_zip(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
     entries = _entries(extent)
     position = checked = 0
     # They are in the order of their bytes, and share none: each piece completes the first of them.
-    pending = deque(entry for entry in entries if entry.checksum)
+    pending = deque(entry for entry in entries if entry.content.checksum)
     for data in pieces_of(extent):
         stop = position + data.nbytes
         while pending and pending[0].start < stop:
@@ -54,13 +55,8 @@ def check_zip(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
             entry.found = zlib.crc32(data[first : entry.stop - position], entry.found)
             if entry.stop > stop:
                 break
-            if entry.found != entry.checksum:
-                raise damaged(
-                    extent.location,
-                    f"the {entry.stop - entry.start} bytes of {entry.name} do not match their "
-                    "checksum",
-                )
-            checked += entry.stop - entry.start
+            compare_checksum(entry.content, entry.found)
+            checked += entry.content.nbytes
             pending.popleft()
         position = stop
         report(data.nbytes)
@@ -69,17 +65,51 @@ def check_zip(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
 
 @dataclass(slots=True)
 class _Entry:
-    """The bytes of an entry, by their place in the zip, and their checksums."""
+    """The bytes of an entry, their place in the zip, and the checksum of those that were read."""
 
     name: str
     start: int
     stop: int
-    checksum: int
+    content: Extent
     found: int = 0
 
 
+def check_extent(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:
+    """Read bytes that have a checksum, and compare them with it; others are not read.
+
+    Args:
+        extent: the bytes.
+        report: called with bytes that were read, or that have no checksum.
+
+    Raises:
+        CheckpointDamaged: they do not match it.
+    """
+    if extent.checksum is None:
+        report(extent.nbytes)
+        return CheckedBytes(extent.nbytes, 0)
+    found = 0
+    for data in pieces_of(extent):
+        found = zlib.crc32(data, found)
+        report(data.nbytes)
+    compare_checksum(extent, found)
+    return CheckedBytes(extent.nbytes, extent.nbytes)
+
+
+def compare_checksum(extent: Extent, found: int) -> None:
+    """Refuse bytes whose CRC-32 is another than the one that the file has of them, if it has one.
+
+    Raises:
+        CheckpointDamaged: it is.
+    """
+    if extent.checksum is not None and extent.checksum.crc32 != found:
+        raise damaged(
+            extent.file.location,
+            f"the {extent.nbytes} bytes of {extent.checksum.name} do not match their checksum",
+        )
+
+
 def _entries(extent: Extent) -> list[_Entry]:
-    """Return a zip's entries in the order of their bytes; checksum 0 where there is none.
+    """Return a zip's entries in the order of their bytes.
 
     PyTorch compresses nothing; a compressed entry has the checksum of its content.
     Entries that share bytes are refused: few bytes would be read once for each entry.
@@ -107,8 +137,9 @@ def _entries(extent: Extent) -> list[_Entry]:
         start = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
         content = extent.part(start, info.compress_size)
         is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-        checksum = info.CRC if is_plain else 0
-        entries.append(_Entry(info.orig_filename, start, start + content.nbytes, checksum))
+        if is_plain and info.CRC:
+            content = replace(content, checksum=Checksum(info.CRC, info.orig_filename))
+        entries.append(_Entry(info.orig_filename, start, start + content.nbytes, content))
     return entries
 
 

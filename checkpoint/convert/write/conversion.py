@@ -11,7 +11,9 @@ from enum import StrEnum
 
 from keepstep.checkpoint.convert.read.deepspeed_files import DEEPSPEED
 from keepstep.checkpoint.convert.read.files import ForeignFiles
+from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import files_of
+from keepstep.checkpoint.convert.read.zip_checksums import CheckedBytes
 from keepstep.checkpoint.convert.write.opened import Checkpoint
 from keepstep.checkpoint.convert.write.parallel import Start, run_in_processes
 from keepstep.checkpoint.convert.write.pieces_of_files import Piece
@@ -21,6 +23,7 @@ from keepstep.checkpoint.convert.write.planned_folder import (
     write_file,
     write_folder,
 )
+from keepstep.checkpoint.convert.write.renaming import RenamedSource
 from keepstep.checkpoint.convert.write.request import ConversionRequest, seen_in
 from keepstep.checkpoint.convert.write.safetensors_target import (
     are_weights,
@@ -28,7 +31,7 @@ from keepstep.checkpoint.convert.write.safetensors_target import (
     model_left_out,
     safetensors_file,
 )
-from keepstep.checkpoint.convert.write.selection import Selection
+from keepstep.checkpoint.convert.write.selection import MODEL, Selection
 from keepstep.checkpoint.convert.write.state_parts import parts_of, unknown_tie_lines
 from keepstep.checkpoint.convert.write.universal import (
     UniversalParts,
@@ -36,6 +39,7 @@ from keepstep.checkpoint.convert.write.universal import (
     run_here,
     write_universal,
 )
+from keepstep.checkpoint.convert.write.verification import check_tensors
 from keepstep.checkpoint.convert.write.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.format.layout.documents import (
@@ -48,7 +52,7 @@ from keepstep.checkpoint.format.layout.documents import (
 )
 from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.location import Format
-from keepstep.checkpoint.format.layout.source import TensorSpec
+from keepstep.checkpoint.format.layout.source import Source, TensorSpec
 
 
 class Target(StrEnum):
@@ -74,12 +78,14 @@ class Converted:
         tensors: how many tensors.
         nbytes: how many bytes of tensors.
         left_out: names of the source that the target does not have, each with the reason.
+        checked: the bytes of tensors in another tool's files, and how many match checksums.
     """
 
     step: int
     tensors: int
     nbytes: int
     left_out: tuple[str, ...]
+    checked: CheckedBytes
 
 
 _FILES = (Target.SAFETENSORS, Target.TORCH_SAVE)
@@ -132,12 +138,16 @@ def convert(
 ) -> Converted:
     """Write a checkpoint in a format, and compare what was written with what was read.
 
+    Another tool's tensors are compared with the checksums that there are before anything is
+    written.
+
     Args:
         url: where to write; nothing there is replaced.
         chosen: what of the checkpoint to write; see `selection`.
         memory_nbytes: how much memory tensors may take.
         zero: the stage and ranks of DeepSpeed's engines that are to load it.
-        report: called with bytes of tensors that were written, perhaps from several threads.
+        report: called with bytes of tensors that were checked or written, perhaps from several
+            threads.
         workers: how many processes; more than one for the universal format only.
         request: what `chosen` was made from, which more than one process needs; a conversion that
             was interrupted is taken up by one of an equal request.
@@ -155,6 +165,13 @@ def convert(
             f"{target} is written by one process: leave out --workers, or convert to keepstep's "
             "format"
         )
+    foreign = _foreign(chosen)
+    checked = CheckedBytes()
+    if foreign is not None:
+        # Rules keep the names of the parts.
+        prefix = f"{MODEL}/" if chosen.only_model else ""
+        keys = [key for key in foreign.foreign_tensors if key.startswith(prefix)]
+        checked = check_tensors(foreign, keys, report)
     if target == Target.UNIVERSAL:
         _write_universal(
             opened, origin, chosen, url, memory_nbytes, report, workers=workers, request=request
@@ -175,7 +192,15 @@ def convert(
         tensors=len(chosen.tensors),
         nbytes=nbytes_of(chosen.tensors.values()),
         left_out=tuple(left_out),
+        checked=checked,
     )
+
+
+def _foreign(source: Source) -> ForeignCheckpoint | None:
+    """Return the checkpoint of another tool that is read from, if it is one."""
+    while isinstance(source, Selection | RenamedSource):
+        source = source.whole
+    return source if isinstance(source, ForeignCheckpoint) else None
 
 
 def _pieces_of_file(chosen: Selection, target: Target) -> tuple[Piece, ...]:
@@ -326,9 +351,9 @@ def documents_of(chosen: Selection, target: Target) -> list[str]:
 
 def work_nbytes(chosen: Selection, target: Target) -> int:
     """Return how many bytes `convert` reports in all."""
-    nbytes = nbytes_of(chosen.tensors.values())
-    # Those that were written are read again, which takes as long.
-    return 2 * nbytes if target == Target.UNIVERSAL else nbytes
+    # Another tool's are checked, and those of keepstep's format read again: each takes as long.
+    times = 1 + (_foreign(chosen) is not None) + (target == Target.UNIVERSAL)
+    return times * nbytes_of(chosen.tensors.values())
 
 
 def nbytes_of(specs: Iterable[TensorSpec]) -> int:

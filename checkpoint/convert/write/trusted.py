@@ -25,6 +25,7 @@ from keepstep.checkpoint.convert.read.pickled_tensors import (
 )
 from keepstep.checkpoint.convert.read.pickled_values import Global
 from keepstep.checkpoint.convert.read.torch_file import names_in_torch_file
+from keepstep.checkpoint.convert.read.zip_checksums import check_zip
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.format.layout.location import Format, Location
 from keepstep.checkpoint.format.stored.urls import parse_url
@@ -74,6 +75,7 @@ def run_code(location: Location) -> Iterator[Trusted]:
 
     Raises:
         FormatUnsupported: it is no file of `torch.save` on a disk.
+        CheckpointDamaged: it does not match its checksums, which PyTorch does not compare.
         CheckpointError: the process failed.
     """
     path = parse_url(location.url).local_path
@@ -82,6 +84,8 @@ def run_code(location: Location) -> Iterator[Trusted]:
             f"{location.url}: only a file of torch.save on a disk can be loaded by the code that "
             "it names; leave out --trust"
         )
+    files = open_files(location.url)
+    check_zip(files.file(files.names[0]).whole, lambda nbytes: None)
     with TemporaryDirectory(prefix="keepstep-trusted-") as directory:
         done = subprocess.run(
             module_command(_MODULE, str(path), directory),

@@ -188,7 +188,7 @@ class UniversalParts:
         self._source = source
         self._url = url
         self.part_nbytes = part_nbytes or PART_NBYTES
-        self.stored = StoredStep(source.step, 0)
+        self.stored = StoredStep.of(source.step, 0)
         self.attempt = Attempt(self.stored, attempt_name)
         self.storage = open_storage(url)
         self.notes = _Notes(self.storage, f"{self.attempt.directory}/parts")
@@ -344,7 +344,7 @@ def attempt_for(url: str, step: int, origin: str) -> str:
     Args:
         origin: identifies what is converted, how, and the tensors that are written.
     """
-    storage, stored = open_storage(url), StoredStep(step, 0)
+    storage, stored = open_storage(url), StoredStep.of(step, 0)
     first = f"convert-{hashlib.blake2b(origin.encode(), digest_size=8).hexdigest()}"
     names = chain([first], (f"{first}-{number}" for number in count(2)))
     return next(name for name in names if not is_closed(storage, Attempt(stored, name)))

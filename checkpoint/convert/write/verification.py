@@ -7,10 +7,12 @@ been changed, and nothing tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from keepstep.checkpoint.convert.read.arrays import FileArray, MemoryArray
+from keepstep.checkpoint.convert.read.arrays import Array, ComputedArray, FileArray, MemoryArray
 from keepstep.checkpoint.convert.read.converted_arrays import ConvertedArray
 from keepstep.checkpoint.convert.read.dcp_entries import EntryArray
 from keepstep.checkpoint.convert.read.dcp_metadata import read_metadata
@@ -19,12 +21,19 @@ from keepstep.checkpoint.convert.read.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.convert.read.opening import files_of, open_located
 from keepstep.checkpoint.convert.read.pieces import ForeignTensor
 from keepstep.checkpoint.convert.read.torch_file import ZIP_SIGNATURE
-from keepstep.checkpoint.convert.read.zip_checksums import CheckedBytes, check_zip, read_all
+from keepstep.checkpoint.convert.read.zip_checksums import (
+    CheckedBytes,
+    check_extent,
+    check_zip,
+    read_all,
+)
 from keepstep.checkpoint.convert.write.pieces_of_files import Elements
 from keepstep.checkpoint.format.layout.boxes import Box
+from keepstep.checkpoint.format.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.format.layout.location import Format, Location
 
 _BLOCK_NBYTES = 16 * 2**20
+_PARALLEL_READS = 8
 _OF_DCP = (Format.DCP, Format.TORCHTITAN, Format.MEGATRON_CORE)
 
 
@@ -83,6 +92,46 @@ def verify_foreign(
             end = part.offset + part.nbytes
         total += read_all(whole.part(end, whole.nbytes - end), report)
     return Verified(opened.format_name, len(names), total.read, total.checked, len(opened.left_out))
+
+
+def check_tensors(
+    opened: ForeignCheckpoint, keys: Collection[str], report: Callable[[int], None]
+) -> CheckedBytes:
+    """Read what tensors are made from where it has checksums, and compare it with them.
+
+    Args:
+        opened: the checkpoint.
+        keys: its tensors to check.
+        report: called with bytes that were read, or that have no checksum, perhaps from several
+            threads.
+
+    Returns:
+        the bytes in files, and how many of them match checksums.
+
+    Raises:
+        CheckpointDamaged: bytes do not match their checksum.
+        CheckpointError: they cannot be read.
+    """
+    arrays = [piece.array for key in keys for piece in opened.foreign_tensors[key].pieces]
+    with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+        # Tied tensors and views share their bytes. To list those of DCP's tensors takes reads.
+        extents = dict.fromkeys(extent for found in pool.map(_extents, arrays) for extent in found)
+        checked = pool.map(partial(check_extent, report=report), extents)
+        return sum(checked, CheckedBytes(sum(map(_decoded_nbytes, arrays)), 0))
+
+
+def _extents(array: Array) -> tuple[Extent, ...]:
+    return array.extents
+
+
+def _decoded_nbytes(array: Array) -> int:
+    """Return the bytes of an array that TensorStore decodes, of whose chunks there is no checksum.
+
+    If a codec has one, TensorStore compares it.
+    """
+    if not isinstance(array, ComputedArray) or array.sources:
+        return 0
+    return array.box.size * numpy_dtype(array.dtype).itemsize
 
 
 def nbytes_of_files(location: Location) -> int:

@@ -44,8 +44,18 @@ class StoredStep:
 
     @classmethod
     def of(cls, step: int, generation: int) -> StoredStep:
-        """Return the name of a checkpoint that a caller saves; raises as `whole_number`, too."""
-        return cls(whole_number("step", step), whole_number("generation", generation))
+        """Return the name of a checkpoint that a caller saves.
+
+        Raises:
+            CheckpointError: a number is no integer, or out of the format's range.
+        """
+        try:
+            return cls(whole_number("step", step), whole_number("generation", generation))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{error}; give a step from 0 to {10**8 - 1:,}, and a generation from 0 to "
+                f"{10**6 - 1:,}"
+            ) from None
 
     @property
     def directory(self) -> str:

@@ -43,7 +43,7 @@ _LARGEST_NBYTES = 2**50
 _MANY_NBYTES = 2**26
 
 _SETTINGS = {
-    "s3": "bucket, endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials",
+    "s3": "bucket, endpoint (AWS_ENDPOINT_URL), region (AWS_REGION), AWS_PROFILE and credentials",
     "gs": "bucket and credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "memory": "the URL",
 }
@@ -290,10 +290,12 @@ def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:
             prefix=specification["path"],
             endpoint=specification.get("endpoint"),
             region=specification.get("aws_region"),
-            has_keys="aws_credentials" in specification,
+            has_keys=specification.get("aws_credentials") == {"type": "environment"},
         )
         # Stores over this one have its context, and need the credentials, too.
-        shared = {name: specification[name] for name in ("aws_credentials",) if s3.has_keys}
+        shared = {
+            name: specification[name] for name in ("aws_credentials",) if name in specification
+        }
         context = tensorstore.Context({"s3_request_retries": _RETRIES, **shared})
     if specification["driver"] == "gcs":
         context = tensorstore.Context({"gcs_request_retries": _RETRIES})

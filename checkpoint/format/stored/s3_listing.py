@@ -76,7 +76,7 @@ def open_client(
         read_timeout=request_timeout_s,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
         max_pool_connections=PARALLEL_REQUESTS,
-        # TensorStore knows the environment's endpoint, not that of the files of AWS tools.
+        # `location` has them.
         ignore_configured_endpoint_urls=True,
         # TensorStore appends the bucket to an endpoint's path.
         s3=None if location.endpoint is None else {"addressing_style": "path"},

@@ -6,6 +6,7 @@ from keepstep.checkpoint.errors import CheckpointError, CheckpointMissing
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, StoredStep
 from keepstep.checkpoint.format.stored.storage import Storage
 from keepstep.checkpoint.format.stored.stored_json import decode
+from keepstep.checkpoint.format.stored.urls import parse_url
 
 
 def list_steps(storage: Storage) -> tuple[StoredStep, ...]:
@@ -79,5 +80,12 @@ def choose(storage: Storage, step: int | None, generation: int | None) -> Stored
 def missing(storage: Storage, step: int | None) -> CheckpointMissing:
     """Return the error that says which checkpoints there are instead."""
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-    present = ", ".join(str(stored.step) for stored in list_steps(storage)[:8]) or "none"
+    present = ", ".join(str(stored.step) for stored in list_steps(storage)[:8])
+    if not present:
+        present = "none"
+        # Of files alone: an object store may list millions of objects that have nothing to do here.
+        root = parse_url(storage.url).local_path
+        name = next((path.name for path in root.iterdir()), "") if root and root.is_dir() else ""
+        if name:
+            present += f"; {name} is there, and no complete checkpoint of a known format"
     return CheckpointMissing(f"{storage.url}: there is no {wanted} (steps there: {present})")

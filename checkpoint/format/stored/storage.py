@@ -2,7 +2,8 @@
 
 `checkpoint.format.stored.files` implements it with files, `checkpoint.format.stored.objects`
 with TensorStore's key-value stores (S3, Google Cloud Storage, and memory for tests), and in S3
-`checkpoint.format.stored.s3_listing` finds directories. All pass one suite of tests.
+`checkpoint.format.stored.s3_listing` finds directories. `checkpoint.format.stored.fsspec_storage`
+implements it with what fsspec opens, such as Azure. All pass one suite of tests.
 
 Invariants: an object is visible only when it is complete; `create` never replaces an object.
 """
@@ -14,7 +15,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.format.stored.s3_settings import s3_settings
 from keepstep.checkpoint.format.stored.urls import ParsedUrl, parse_url
+
+_OBJECT_STORES = ("s3", "gs", "memory")
+"""Schemes that TensorStore opens."""
 
 
 class Storage(Protocol):
@@ -159,11 +164,12 @@ class Storage(Protocol):
 def open_storage(url: str) -> Storage:
     """Open the storage at a URL.
 
-    S3's endpoint and region come from AWS_ENDPOINT_URL and AWS_REGION, credentials from the usual
-    sources of AWS tools.
+    S3's endpoint, region and credentials come from where AWS tools find them: the environment, or
+    the profile of AWS_PROFILE; those of Azure from the variables that adlfs reads.
 
     Args:
-        url: a path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`, or `memory://name`.
+        url: a path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`,
+            `memory://name`, or, to read, any URL of a storage that fsspec opens.
 
     Raises:
         CheckpointError: the URL has another form, or cannot be opened.
@@ -174,6 +180,10 @@ def open_storage(url: str) -> Storage:
         from keepstep.checkpoint.format.stored.files import FileStorage
 
         return FileStorage(url, parsed.local_path)
+    if parsed.scheme not in _OBJECT_STORES:
+        from keepstep.checkpoint.format.stored.fsspec_storage import open_by_fsspec
+
+        return open_by_fsspec(url, parsed)
     spec = _specification(url, parsed)
     from keepstep.checkpoint.format.stored.objects import open_objects
 
@@ -187,24 +197,22 @@ def _specification(url: str, parsed: ParsedUrl) -> dict[str, Any]:
     match parsed.scheme:
         case "s3":
             spec: dict[str, Any] = {"driver": "s3", "bucket": parsed.bucket, "path": path}
-            if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
-                "AWS_ENDPOINT_URL"
-            ):
-                spec["endpoint"] = endpoint
-            if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
-                spec["aws_region"] = region
+            settings = s3_settings(os.environ)
+            if settings.endpoint:
+                spec["endpoint"] = settings.endpoint
+            if settings.region:
+                spec["aws_region"] = settings.region
             if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
                 # Every provider would take these first; but the chain of providers looks for files
                 # nevertheless, and prints five lines if there are none, each time it is opened.
                 spec["aws_credentials"] = {"type": "environment"}
+            elif profile := os.environ.get("AWS_PROFILE"):
+                # The chain of providers does not read the variable.
+                spec["aws_credentials"] = {"type": "default", "profile": profile}
         case "gs":
             spec = {"driver": "gcs", "bucket": parsed.bucket, "path": path}
-        case "memory":
+        case _:
             return {"driver": "memory", "path": f"{parsed.bucket}/{path}"}
-        case other:
-            raise CheckpointError(
-                f"{url}: {other}:// is not supported; use a path, file://, s3:// or gs://"
-            )
     if not parsed.bucket:
         raise CheckpointError(f"{url} names no bucket; write {parsed.scheme}://BUCKET/PREFIX")
     return spec

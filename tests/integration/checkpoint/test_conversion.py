@@ -479,18 +479,22 @@ def test_an_object_that_another_process_has_written_meanwhile_is_not_replaced(
     assert "Uploads" not in client.list_multipart_uploads(Bucket=bucket)
 
 
-def test_a_model_goes_through_s3_in_every_format(tmp_path: Path, s3: str) -> None:
+@pytest.mark.parametrize("store", ["s3", "azure"])
+def test_a_model_goes_through_an_object_store_in_every_format(
+    tmp_path: Path, request: pytest.FixtureRequest, store: str
+) -> None:
+    url = request.getfixturevalue(store)
     trained(tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", f"{s3}/run")
-    convert(f"{s3}/run", f"{s3}/m/model.safetensors")
-    convert(f"{s3}/m/model.safetensors", f"{s3}/folder", "--to", "huggingface")
-    convert(f"{s3}/folder", f"{s3}/file.pt", "--only", "model")
-    convert(f"{s3}/file.pt", tmp_path / "b.pt", "--only", "model")
+    convert(tmp_path / "a.pt", f"{url}/run")
+    convert(f"{url}/run", f"{url}/m/model.safetensors")
+    convert(f"{url}/m/model.safetensors", f"{url}/folder", "--to", "huggingface")
+    convert(f"{url}/folder", f"{url}/file.pt", "--only", "model")
+    convert(f"{url}/file.pt", tmp_path / "b.pt", "--only", "model")
     before = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
     del before["head.weight"]
     assert_equal(dict(torch.load(tmp_path / "b.pt", weights_only=True)), dict(before))
     with pytest.raises(CheckpointExists):
-        convert(tmp_path / "a.pt", f"{s3}/m/model.safetensors")
+        convert(tmp_path / "a.pt", f"{url}/m/model.safetensors")
 
 
 def test_numbered_parameters_of_dcp_get_the_names_that_are_given(tmp_path: Path) -> None:

@@ -71,9 +71,14 @@ def state(value: float) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.fixture(params=["files", "azure"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "files" else str(request.getfixturevalue("azure"))
+
+
 @pytest.mark.parametrize("when", ["before", "middle", "after"])
 def test_the_newest_checkpoint_is_intact_whenever_the_writer_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    place: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     opened: list[CrashingStorage] = []
 
@@ -84,35 +89,36 @@ def test_the_newest_checkpoint_is_intact_whenever_the_writer_dies(
 
         return open_crashing
 
-    checkpoint.save(str(tmp_path / "count"), state(1.0), step=1)
+    counted = f"{place}/count-{when}"
+    checkpoint.save(counted, state(1.0), step=1)
     monkeypatch.setattr(api, "open_storage", crashing(10**9))
-    checkpoint.save(str(tmp_path / "count"), state(2.0), step=2)
+    checkpoint.save(counted, state(2.0), step=2)
     total = opened[-1].operations
     assert total >= 10
     committed = 0
     for dies_at in range(1, total + 1):
-        root = tmp_path / f"{when}-{dies_at}"
+        root = f"{place}/{when}-{dies_at}"
         monkeypatch.setattr(api, "open_storage", open_storage)
-        checkpoint.save(str(root), state(1.0), step=1)
+        checkpoint.save(root, state(1.0), step=1)
         monkeypatch.setattr(api, "open_storage", crashing(dies_at))
         with pytest.raises((Died, CheckpointError)):
-            checkpoint.save(str(root), state(2.0), step=2)
+            checkpoint.save(root, state(2.0), step=2)
         monkeypatch.setattr(api, "open_storage", open_storage)
         filled = state(0.0)
-        step = checkpoint.load(str(root), filled)
+        step = checkpoint.load(root, filled)
         assert all(
             torch.equal(filled[name], value) for name, value in state(float(step)).items()
         ), dies_at
-        for stored in list_steps(open_storage(str(root))):
-            StoredCheckpoint.open(open_storage(str(root)), stored.step).verify()
+        for stored in list_steps(open_storage(root)):
+            StoredCheckpoint.open(open_storage(root), stored.step).verify()
         committed += step == 2
         # Another attempt succeeds, whether or not the crashed one left files of the same names.
         try:
-            checkpoint.save(str(root), state(2.0), step=2)
+            checkpoint.save(root, state(2.0), step=2)
         except CheckpointExists:
             assert step == 2
-        assert list_steps(open_storage(str(root)))[0] == StoredStep(2, 0)
-        StoredCheckpoint.open(open_storage(str(root)), 2).verify()
+        assert list_steps(open_storage(root))[0] == StoredStep(2, 0)
+        StoredCheckpoint.open(open_storage(root), 2).verify()
     # Two operations follow the one that commits: a look whether the attempt was closed, and a note
     # of the newest checkpoint.
     assert committed == (3 if when == "after" else 2)

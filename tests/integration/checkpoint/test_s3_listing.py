@@ -19,7 +19,7 @@ import trustme
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.format.stored.object_names import MANIFEST, NEWEST, StoredStep
 from keepstep.checkpoint.format.stored.objects import ObjectStorage
-from keepstep.checkpoint.format.stored.s3_listing import S3Location, directories_with, open_client
+from keepstep.checkpoint.format.stored.s3_listing import S3Location, directories_with
 from keepstep.checkpoint.format.stored.steps import list_steps, newest
 from keepstep.checkpoint.format.stored.storage import open_storage
 from tests.adaptive_timeouts import patient
@@ -158,15 +158,25 @@ def test_keys_of_the_environment_need_no_profile(s3: str, monkeypatch: pytest.Mo
         open_storage(url).directories_with("leaf")
 
 
-def test_a_listing_ignores_the_endpoint_in_files_of_aws_tools(
+def test_the_endpoint_and_keys_of_a_profile_serve_objects_and_listings(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:9\n")
+    url = f"{s3}/{uuid.uuid4().hex}"
+    (tmp_path / "config").write_text(
+        f"[profile mine]\nendpoint_url = {os.environ['AWS_ENDPOINT_URL']}\nregion = us-east-1\n"
+    )
+    (tmp_path / "credentials").write_text(
+        "[mine]\naws_access_key_id = test\naws_secret_access_key = test\n"
+    )
     monkeypatch.setenv("AWS_CONFIG_FILE", os.fspath(tmp_path / "config"))
-    at_aws = replace(location(f"{s3}/x"), endpoint=None, region="eu-west-1")
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
-    with open_client(at_aws, 60.0, anonymous=False) as client:
-        assert client.meta.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.fspath(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for name in ("ENDPOINT_URL", "REGION", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(f"AWS_{name}")
+    storage = open_storage(url)
+    storage.write("a/leaf", [b"x"])
+    assert storage.read("a/leaf") == b"x"
+    assert storage.directories_with("leaf") == ["a"]
 
 
 def test_a_listing_trusts_the_authorities_that_tensorstore_trusts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,68 @@ def test_verify_finds_a_changed_bit_where_there_are_checksums(
     (error,) = json_of("verify", path, status=1)["checkpoints"].values()
     assert file_name in error
     assert "do not match their checksum" in error
+
+
+@pytest.mark.parametrize(
+    ("make", "file_name"), [(torch_file, "a.pt"), (dcp_folder, "__0_0.distcp")]
+)
+@pytest.mark.parametrize("target", ["run", "b.safetensors"])
+def test_conversion_of_a_changed_bit_is_refused_by_its_entry_before_anything_is_written(
+    tmp_path: Path, make: Callable[[Path], Path], file_name: str, target: str
+) -> None:
+    path = make(tmp_path)
+    flip(path if path.is_file() else path / file_name, WEIGHTS[7].numpy().tobytes())
+    done = keepstep("convert", path, tmp_path / "written" / target)
+    assert done.exit_code == 1
+    assert re.search(rf"{file_name}: the 16000 bytes of \S+/data/\d do not match", done.output)
+    assert not (tmp_path / "written").exists()
+
+
+def test_part_that_is_not_converted_may_be_damaged(tmp_path: Path) -> None:
+    slots = {"momentum": WEIGHTS + 0.5}
+    torch.save({"model": {"w": WEIGHTS}, "ema": slots}, tmp_path / "a.pt")
+    flip(tmp_path / "a.pt", slots["momentum"][7].numpy().tobytes())
+    assert keepstep("convert", tmp_path / "a.pt", tmp_path / "whole").exit_code == 1
+    converted = json_of("convert", tmp_path / "a.pt", tmp_path / "model", "--only", "model")
+    assert (converted["checked_nbytes"], converted["unchecked_nbytes"]) == (WEIGHTS.nbytes, 0)
+
+
+def test_conversion_of_trusted_code_compares_checksums_before_it_runs(tmp_path: Path) -> None:
+    flip(torch_file(tmp_path), WEIGHTS[7].numpy().tobytes())
+    done = keepstep("convert", tmp_path / "a.pt", tmp_path / "b", "--trust")
+    assert done.exit_code == 1
+    assert "do not match their checksum" in done.output
+
+
+def test_damage_to_numbers_and_to_the_pickle_is_found_when_a_file_is_opened(tmp_path: Path) -> None:
+    value = {"model": {"w": WEIGHTS}, "step": torch.tensor(1234567), "note": "as it was"}
+    for content in (value["step"].numpy().tobytes(), b"as it was"):
+        torch.save(value, tmp_path / "a.pt")
+        flip(tmp_path / "a.pt", content)
+        shown = keepstep("show", tmp_path / "a.pt")
+        assert shown.exit_code == 1
+        assert "do not match their checksum" in shown.output
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "Orbax", "not computed", "before 1.6"])
+def test_conversion_says_how_much_has_no_checksum(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.pt"
+    if kind == "safetensors":
+        path = safetensors_file(tmp_path)
+    elif kind == "Orbax":
+        path = DEEPSPEED.parent / "orbax" / "ocdbt"
+    elif kind == "before 1.6":
+        torch.save(state(), path, _use_new_zipfile_serialization=False)
+    else:
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch_file(tmp_path)
+        finally:
+            torch.serialization.set_crc32_options(True)
+    done = keepstep("convert", path, tmp_path / "run")
+    assert done.exit_code == 0
+    nbytes = "14.2 kB" if kind == "Orbax" else "16.0 kB"
+    assert f"{nbytes} of the tensors in {path} have no checksums" in done.output
 
 
 def test_verify_says_what_has_no_checksum(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Claims about nodes beyond the maximum, in complete jobs that lose a node to SIGKILL."""
 
+import re
 from pathlib import Path
 
 from keepstep.elastic.rendezvous.view import View
@@ -33,6 +34,11 @@ def test_standby_node_of_another_rack_takes_the_lost_place_in_the_very_next_gene
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         codes = {node: running.wait(node, 60) for node in running.agents}
         assert set(codes.values()) == {0}, running.output()
+        of_nodes = re.split("^--- ", running.output(), flags=re.MULTILINE)
+        printed = next(text for text in of_nodes if text.startswith(f"{takes_over}.log"))
+    waits = printed.index("generation 1 has no place for this node, which waits for one")
+    rank = lost.ranks[0]
+    assert waits < printed.index(f"generation 2: this node takes a place, as rank {rank}")
     assert view.generation is not None
     assert [member.node for member in view.generation.members] == [stays, takes_over]
     assert view.generation.members[1].ranks == lost.ranks

@@ -112,11 +112,18 @@ def test_a_step_that_is_missing_is_so_for_all_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url = stored(str(tmp_path / "some"), 1, 2)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").touch()
     played = ThreadRanks(3)
     played.patch(monkeypatch)
     for where, text in (
         (url, "there is no checkpoint of step 3 (steps there: 2, 1)"),
         (str(tmp_path / "none"), "there is no checkpoint of step 3 (steps there: none)"),
+        (
+            str(tmp_path / "others"),
+            "there is no checkpoint of step 3 (steps there: none; notes.txt is there, and no "
+            "complete checkpoint of a known format)",
+        ),
     ):
         results = played.run(
             lambda _, where=where: checkpoint.load(where, {"a": torch.zeros(3, 2)}, step=3)
@@ -144,6 +151,16 @@ def test_a_step_that_is_no_integer_is_refused_before_anything_is_written(
             checkpoint.load(stored(url, 1), {"a": torch.zeros(3, 2)}, step=step)
 
 
+@pytest.mark.parametrize(
+    "numbers", [{"step": -1}, {"step": 10**8}, {"step": 1, "generation": 10**6}]
+)
+def test_a_step_that_no_name_can_hold_is_refused(tmp_path: Path, numbers: dict[str, int]) -> None:
+    message = "is out of the format's range; give a step from 0 to 99,999,999"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.save(tmp_path / "run", {"a": torch.zeros(3)}, **numbers)
+    assert not (tmp_path / "run").exists()
+
+
 def test_integers_of_other_libraries_and_paths_of_pathlib_are_taken(tmp_path: Path) -> None:
     numbers: list[Any] = [np.int64(7), torch.tensor(8)]
     state = {"a": torch.zeros(3, 2)}
@@ -164,6 +181,7 @@ def test_integers_of_other_libraries_and_paths_of_pathlib_are_taken(tmp_path: Pa
         ("~/run", "~/run: ~ is not expanded here; write the whole path, or ./~/run"),
         (None, "None is no URL; give a str, or a path"),
         (b"run", "b'run' is no URL"),
+        (Path("s3://bucket/run"), "has one slash where a URL has two, for pathlib leaves out"),
     ],
 )
 def test_a_url_that_names_no_place_is_refused(

@@ -12,7 +12,9 @@ from rich.console import Console
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.cli.status import render
 from keepstep.elastic.rendezvous.records import (
+    Generation,
     History,
+    Member,
     Pause,
     Recovery,
     SnapshotCommit,
@@ -76,6 +78,15 @@ def test_snapshot_is_reported_with_the_time_since_it_was_reported(wall_s: float,
 def test_paused_job_says_since_when_and_how_to_go_on() -> None:
     text = shown(view_of(5, pause=Pause("maintenance", 50.0)))
     assert re.search(r"paused since \d\d:\d\d:\d\d, `keepstep resume run7` goes on", text)
+
+
+@pytest.mark.parametrize(("every", "text"), [(1, "every step, of"), (8, "every 8 steps, of")])
+def test_chosen_interval_is_reported_in_steps(every: int, text: str) -> None:
+    record = record_of(nproc=1, step=5, snapshot_every=every, snapshot_cost_s=0.01)
+    member = Member("a", "h", 1, 0, record.agent, record.server)
+    generation = Generation(1, (member,), "h", 1, "began")
+    view = View(nodes={"a": JoinedNode(record, 1)}, generation=generation)
+    assert f"snapshots, chosen:    {text}" in shown(view)
 
 
 def test_reason_of_a_recovery_is_whole_in_80_columns() -> None:

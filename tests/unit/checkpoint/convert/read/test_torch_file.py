@@ -121,7 +121,9 @@ def test_what_is_no_plain_tensor_is_a_record(tmp_path: Path) -> None:
 
 
 def test_what_torch_wrote_when_the_byte_order_was_big_is_refused(tmp_path: Path) -> None:
-    content = saved(torch.ones(2)).replace(b"little", b"bigbig")
+    content = repacked(
+        saved(torch.ones(2)), lambda entries: entries | {"archive/byteorder": b"bigbig"}
+    )
     with pytest.raises(FormatUnsupported, match="its byte order is b'bigbig'"):
         read(tmp_path, content)
 
