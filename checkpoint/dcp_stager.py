@@ -30,7 +30,7 @@ from keepstep.checkpoint.live.packing import ALIGNMENT
 from keepstep.checkpoint.live.state_copies import copies_from
 from keepstep.checkpoint.live.tensors import copyable, local_of, placed_like
 from keepstep.checkpoint.snapshot.arena import Arena
-from keepstep.torch_internals import closes_stagers, flatten_tree, unflatten_tree
+from keepstep.torch_internals import flatten_tree, unflatten_tree
 
 _NUMBER = 0
 
@@ -77,12 +77,8 @@ class Stager(AsyncStager):
         """Return at once: all is copied."""
 
     def close(self) -> None:
-        """Free the memory; that of a save in progress goes with its end.
-
-        PyTorch before 2.12 calls this after every save: there the memory goes with the stager.
-        """
-        if not closes_stagers():
-            _close(self._buffers)
+        """Free the memory; that of a save in progress goes with its end."""
+        _close(self._buffers)
 
     def _copied(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors."""

@@ -283,11 +283,6 @@ def has_plan_caching(planner: object) -> bool:
     return bool(getattr(planner, "_enable_plan_caching", False))
 
 
-def closes_stagers() -> bool:
-    """Return whether DCP closes the stager that `async_save` was given after every save."""
-    return torch.__version__ < "2.12"
-
-
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of nested dictionaries, lists and tuples, and their structure."""
     from torch.utils._pytree import tree_flatten

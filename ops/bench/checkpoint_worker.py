@@ -235,8 +235,8 @@ def start_in_background(
                 use_non_blocking_copy=memory == "pinned",
             )
         )
-        if torch.__version__ < "2.12":
-            # PyTorch 2.11 frees its buffers after every save, and then fails at the second.
+        if torch.__version__ < "2.13":
+            # PyTorch 2.11 and 2.12 free its buffers after every save, and then fail at the second.
             stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
 
     def start(tensors: dict[str, torch.Tensor], path: str) -> Callable[[], object]:

@@ -101,8 +101,8 @@ class Trainer:
                 use_non_blocking_copy=ON_GPU,
             )
         )
-        if torch.__version__ < "2.12":
-            # PyTorch 2.11 frees them after every save, and then fails at the second.
+        if torch.__version__ < "2.13":
+            # PyTorch 2.11 and 2.12 free them after every save, and then fail at the second.
             self.stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         self.saving_group = dist.new_group(backend="gloo")
         self.number = self.taken = 0

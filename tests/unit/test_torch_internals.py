@@ -110,20 +110,6 @@ def test_trees_are_flattened_and_made_again() -> None:
     assert torch_internals.unflatten_tree(leaves, structure) == tree
 
 
-def test_a_stager_is_closed_by_dcp_as_known(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    class Closed(dist.checkpoint.staging.BlockingAsyncStager):
-        is_closed = False
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    stager = Closed()
-    dist.checkpoint.state_dict_saver.async_save(
-        {"x": torch.ones(1)}, checkpoint_id=tmp_path / "run", async_stager=stager
-    ).result()
-    assert stager.is_closed == torch_internals.closes_stagers()
-
-
 def test_local_tensors_of_sharded_ones_are_one_object(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))
     tensor = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(0)])
