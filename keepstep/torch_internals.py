@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.nn.parameter import Parameter
 
-SEEN_IN = ("2.10", "2.11", "2.13", "2.14", "2.15")
+SEEN_IN = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 """Versions of PyTorch in which all of these names were tried."""
 
 # --- tensors and modules
