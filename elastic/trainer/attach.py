@@ -218,4 +218,6 @@ def _all_of(given: Any, kind: type[Any], name: str) -> tuple[Any, ...]:
             f"attach({name}=...) is of type {type(given).__name__}: give a {kind.__module__}."
             f"{kind.__name__}, or several in a list; of a framework's wrapper, what it wraps"
         )
+    if len({id(item) for item in items}) < len(items):
+        raise UsageError(f"attach({name}=...) has one of them twice: give each once")
     return tuple(items)

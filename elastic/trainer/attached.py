@@ -6,6 +6,7 @@ ends, so does the process: its successor runs the script from its first line and
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -124,11 +125,13 @@ class Attached:
                 It is called only where there is nothing to restore.
 
         Raises:
-            UsageError: it was called before.
+            UsageError: it was called before, or `step` is no number of steps.
             CheckpointError: the state does not fit these objects, or no checkpoint can be read.
         """
         if self._snapshots is not None:
             raise UsageError("restore() was called before: call it once, before the loop")
+        if not callable(step):
+            step = _count("restore(step", step)
         resumed = Restorer(
             training=self._training,
             assignment=self._assignment,
@@ -138,7 +141,8 @@ class Attached:
             ranks=self._ranks,
         ).resume()
         if resumed.begins and not resumed.position.step:
-            resumed = replace(resumed, position=Position(step() if callable(step) else step))
+            begun = _count("restore(step", step()) if callable(step) else step
+            resumed = replace(resumed, position=Position(begun))
         self._position, self.source = resumed.position, resumed.source
         if not resumed.begins:
             self._generators = random.getstate(), self._training.generators()
@@ -188,9 +192,11 @@ class Attached:
             batches: global batches that the step has consumed, of `batches` or `batch_sampler`.
 
         Raises:
-            UsageError: `restore` was not called, or `finish` was.
+            UsageError: `restore` was not called, or `finish` was; or `batches` is no number of
+                batches.
         """
         snapshots = self._opened()
+        batches = _count("step_done(batches", batches)
         self._generators = None
         position = self._position
         self._position = replace(position, step=position.step + 1, batch=position.batch + batches)
@@ -305,7 +311,7 @@ class Attached:
             yield batch
             if self._position.batch == before.batch:
                 # The loop has skipped this batch.
-                self._position = replace(before, batch=before.batch + 1)
+                self._position = replace(self._position, batch=before.batch + 1)
 
     def batch_sampler(
         self, samples: int, global_batch: int, *, epochs: int = 1, shuffle: bool = True
@@ -406,3 +412,14 @@ class Attached:
 
     def _end_process(self) -> NoReturn:
         self._session.end_for_successor(self._assignment.generation)
+
+
+def _count(argument: str, value: Any) -> int:
+    """Return an argument that counts something, as Python's integer."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"{argument}={value!r}): give a whole number, at least 0")
+    return count

@@ -55,7 +55,8 @@ class State:
         config: the model's configuration, as JSON; stored with it.
 
     Raises:
-        UsageError: the model is none, or the optimizer or scheduler is made already.
+        UsageError: the model is none, the optimizer or scheduler is made already, or an extra
+            object has no `state_dict` and `load_state_dict`.
     """
 
     model: nn.Module
@@ -93,6 +94,18 @@ class State:
                 raise UsageError(
                     f"State({name}=...) is of type {type(value).__name__}: give a function, such "
                     "as functools.partial(torch.optim.AdamW, lr=1e-3) for the optimizer"
+                )
+        extra: Any = self.extra
+        if not isinstance(extra, Mapping):
+            raise UsageError(
+                f"extra is of type {type(extra).__name__}: give a dictionary of objects by name"
+            )
+        for name, value in extra.items():
+            methods = ("state_dict", "load_state_dict")
+            if not all(callable(getattr(value, method, None)) for method in methods):
+                raise UsageError(
+                    f"extra {name!r} is of type {type(value).__name__}, which has no state_dict() "
+                    "and load_state_dict(): give an object that has both, and keeps the value"
                 )
 
 

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer import attach as loops
 from keepstep.elastic.trainer.attached import Attached
+from keepstep.integrations.extra_objects import joined_extra
 from keepstep.integrations.versions import warn_if_untried
 
 TRIED = ("1.15",)
@@ -63,7 +64,7 @@ def attach(
     extra = {f"custom_{number}": made for number, made in enumerate(accelerator._custom_objects)}
     if accelerator.scaler is not None:
         extra["scaler"] = accelerator.scaler
-    extra.update(options.pop("extra", {}))
+    extra = joined_extra(extra, options.pop("extra", None))
     own = (scheduler,) if isinstance(scheduler, LRScheduler) else scheduler
     return loops.attach(
         models[0],

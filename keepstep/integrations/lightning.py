@@ -34,6 +34,7 @@ from keepstep.elastic.data.rank_batches import RankBatches
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.attach import attach
 from keepstep.elastic.trainer.attached import Attached
+from keepstep.integrations.extra_objects import joined_extra
 from keepstep.integrations.versions import warn_if_untried
 
 TRIED = ("2.6",)
@@ -108,11 +109,11 @@ class KeepstepCallback(Callback):  # type: ignore[misc]
         connector._loaded_checkpoint = {}
         self._trainer = trainer
         options = dict(self._options)
-        extra = {
+        own = {
             "lightning": _Progress(self, trainer),
             "precision": trainer.precision_plugin,
-            **options.pop("extra", {}),
         }
+        extra = joined_extra(own, options.pop("extra", None))
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         attached = attach(
             trainer.strategy.model, trainer.optimizers, schedulers, extra=extra, **options

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
 from keepstep.elastic.data.order import DataOrder
@@ -29,6 +30,7 @@ from keepstep.elastic.data.rank_batches import RankBatches
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.attach import attach
 from keepstep.elastic.trainer.attached import Attached
+from keepstep.integrations.extra_objects import joined_extra
 from keepstep.integrations.versions import warn_if_untried
 
 TRIED = ("5.23",)
@@ -69,6 +71,15 @@ class KeepstepMixin:
     _progress: _Progress
     _updates_per_epoch: int
     _resumed: bool = False
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        bases = cls.__mro__
+        if Trainer in bases and bases.index(Trainer) < bases.index(KeepstepMixin):
+            raise UsageError(
+                f"{cls.__name__} has KeepstepMixin behind Trainer, whose methods then protect "
+                f"nothing: write class {cls.__name__}(KeepstepMixin, ...)"
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this rank's samples, in an order that the number of ranks leaves."""
@@ -139,7 +150,7 @@ class KeepstepMixin:
         options = dict(self.attach_options)
         if "start_from" in options:
             raise UsageError("give Trainer a model that has the values, and no start_from")
-        extra.update(options.pop("extra", {}))
+        extra = joined_extra(extra, options.pop("extra", None))
         # Before the objects are read: Trainer makes it after this.
         self._tr_loss = torch.tensor(0.0, device=self.args.device)
         self._total_loss_scalar = 0.0

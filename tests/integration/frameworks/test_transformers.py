@@ -99,6 +99,9 @@ def test_what_has_no_position_or_another_order_is_refused(tmp_path: Path) -> Non
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
+    with pytest.raises(UsageError, match=r"Behind has KeepstepMixin behind Trainer.*protect noth"):
+        type("Behind", (Trainer, KeepstepMixin), {})
+
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
     model = torch.nn.Linear(1, 1)
     with pytest.raises(UsageError, match="an IterableDataset has no position"):

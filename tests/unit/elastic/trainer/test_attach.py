@@ -38,6 +38,8 @@ def step(training: keepstep.Attached, model: nn.Module, optimizer: torch.optim.O
     [
         ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint=URL"),
         ({"scheduler": "cosine"}, r"attach\(scheduler=...\) is of type str"),
+        ({"extra": [1]}, "extra is of type list: give a dictionary of objects by name"),
+        ({"extra": {"x": object()}}, "extra 'x' is of type object, which has no state_dict"),
         ({"mesh": {"other": -1}}, "whether ranks of dimension 'other' compute the same samples"),
     ],
 )
@@ -54,6 +56,8 @@ def test_objects_that_nobody_could_restore_are_refused() -> None:
         keepstep.attach(model, model)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"give a torch\.nn\.Module"):
         keepstep.attach(optimizer, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"attach\(optimizer=...\) has one of them twice"):
+        keepstep.attach(model, [optimizer, optimizer])
     with pytest.raises(UsageError, match="2 tensors of the model are on the meta device"):
         keepstep.attach(nn.Linear(2, 2, device="meta"), optimizer)
     with pytest.raises(CheckpointError, match="parameter"):
@@ -96,6 +100,30 @@ def test_job_that_has_nothing_to_restore_begins_with_what_a_function_loads() -> 
     training = keepstep.attach(model, optimizer)
     assert training.restore(step=lambda: 3) == 3
     step(training, model, optimizer)
+    assert training.steps == 4
+    training.finish()
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "5", None])
+def test_counts_that_count_nothing_are_refused(count: Any) -> None:
+    training = keepstep.attach(*model_and_optimizer())
+    with pytest.raises(UsageError, match=r"restore\(step=.*\): give a whole number, at least 0"):
+        training.restore(step=count)
+    with pytest.raises(UsageError, match=r"restore\(step=.*\): give a whole number, at least 0"):
+        training.restore(step=lambda: count)
+    training.restore(step=7)
+    with pytest.raises(UsageError, match=r"step_done\(batches=.*\): give a whole number"):
+        training.step_done(batches=count)
+    assert training.steps == 7
+    training.finish()
+
+
+def test_steps_count_that_consume_no_batch() -> None:
+    model, optimizer = model_and_optimizer()
+    training = keepstep.attach(model, optimizer)
+    training.restore()
+    for _ in training.batches(torch.arange(8.0), 2):
+        training.step_done(batches=0)
     assert training.steps == 4
     training.finish()
 
