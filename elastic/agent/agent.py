@@ -10,6 +10,7 @@ from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
+from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.store.contract import Store
 
 
@@ -55,7 +56,14 @@ class Agent:
                 store_socket=self._store_socket,
                 departure=self._departure,
                 wake=self._wake,
-                fork_server=self._fork_server,
+                worker_group=WorkerGroup(
+                    self._config.command,
+                    self._config.workers,
+                    self._config.spares,
+                    self._config.environment,
+                    self._wake.set,
+                    self._fork_server,
+                ),
             )
             return await participation.run()
         finally:

@@ -21,7 +21,6 @@ from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.elastic.agent.action_log import log_departure
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
-from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.generation_follower import GenerationFollower
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.membership import Membership
@@ -76,7 +75,7 @@ class Participation:
         store_socket: the port that is announced for the next generation's torch store.
         departure: whether this node is to leave.
         wake: set when something has changed.
-        fork_server: what forks the workers; None: each is started as a program.
+        worker_group: the workers of this node, which set `wake`.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Participation:
         store_socket: StoreSocket,
         departure: Departure,
         wake: asyncio.Event,
-        fork_server: ForkServerProcess | None = None,
+        worker_group: WorkerGroup,
     ) -> None:
         self._config = config
         self._store = store
@@ -97,17 +96,7 @@ class Participation:
         self._wake = wake
         self._secret: bytes | None = None
         self._reported_outage = ""
-        self._node = LocalNode(
-            config,
-            WorkerGroup(
-                config.command,
-                config.workers,
-                config.spares,
-                config.environment,
-                wake.set,
-                fork_server,
-            ),
-        )
+        self._node = LocalNode(config, worker_group)
         self._snapshots = NodeSnapshots(self._node, wake.set)
         self._standstill = StandstillWatch(self._node, wake.set)
         self._follower = GenerationFollower(
@@ -128,6 +117,15 @@ class Participation:
                 serves_coordinator=config.serves_coordinator,
             )
         )
+
+    @property
+    def view(self) -> View:
+        """The job's keys, as far as this node follows them."""
+        return self._node.membership.view
+
+    def end_job(self, result: Result) -> None:
+        """Have the leader end the job for all nodes."""
+        self._node.membership.update(ended=result)
 
     async def run(self) -> bool:
         """Take part until the job ends; return False if this node left before.

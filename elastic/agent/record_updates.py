@@ -66,8 +66,7 @@ class RecordUpdates:
                 protected=server.protected,
                 step=worker_group.step,
                 processes=tuple(
-                    worker_group.workers[local_rank].pid
-                    for local_rank in sorted(worker_group.workers)
+                    worker.pid for _, worker in sorted(worker_group.workers.items()) if worker.pid
                 ),
                 memory_nbytes=server.memory_nbytes,
                 snapshot_every=worker_group.snapshot_every,

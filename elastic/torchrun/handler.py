@@ -1,6 +1,6 @@
 """Implements torchrun's rendezvous over the job's generations in etcd.
 
-torchrun calls from its own thread and blocks; the membership runs on an event loop in another one.
+torchrun calls from its own thread and blocks; `TorchrunNode` runs on an event loop in another one.
 Each round has a torch store of its own, which the agent of rank 0 serves, and from which torchrun
 numbers the workers; a round is entered once all of its nodes have reached that store. Until then an
 agent of torchrun would wait for a lost node's entry in it, and look at nothing else.
@@ -9,7 +9,6 @@ agent of torchrun would wait for a lost node's entry in it, and look at nothing 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -33,16 +33,20 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.snapshot.isal import isal
 from keepstep.elastic.agent.node_name import own_node_name
 from keepstep.elastic.agent.own_host import own_host
 from keepstep.elastic.errors import ElasticError, StoreUnavailable, UsageError
 from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.etcd import EtcdStore
-from keepstep.elastic.torchrun.round_member import Place, RoundMember
+from keepstep.elastic.torchrun.command_line import local_workers
+from keepstep.elastic.torchrun.node import TorchrunNode
 from keepstep.elastic.torchrun.rounds import Closed, TimedOut, result_of
 from keepstep.elastic.torchrun.settings import Settings, parse_settings
+from keepstep.elastic.torchrun.workers import Place
 from keepstep.log_format import log_to_stderr_unless_configured
-from keepstep.private_files import NotPrivate
+from keepstep.private_files import NotPrivate, run_directory
 
 log = logging.getLogger("keepstep")
 
@@ -71,9 +75,18 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
             parameters.local_addr,
             parameters.config,
             os.environ,
+            local_workers(parameters.run_id),
         )
-    except UsageError as error:
+        if settings.policy.parity:
+            # Else the first failure that needs it would be the first to say that it is missing.
+            isal()
+    except (UsageError, CheckpointError) as error:
         raise ValueError(str(error)) from None
+    if settings.workers is None:
+        log.warning(
+            "nothing is kept in memory: how many workers torchrun starts here is not on its "
+            "command line; give --rdzv-conf nproc=N"
+        )
     return KeepstepRendezvous(settings)
 
 
@@ -83,7 +96,7 @@ class KeepstepRendezvous(RendezvousHandler):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._thread: _LoopThread | None = None
-        self._member: RoundMember | None = None
+        self._node: TorchrunNode | None = None
         self._etcd: EtcdStore | None = None
         self._held = ExitStack()
         self._place: Place | None = None
@@ -106,21 +119,12 @@ class KeepstepRendezvous(RendezvousHandler):
         """Take part in the next round; the workers of the last one have ended."""
         self._place = None
         with _torch_errors():
-            member = self._member or self._start()
             while True:
-                place = self._run(member.enter())
-                match place:
-                    case Closed(reason):
-                        raise RendezvousClosedError(f"job {self._settings.job}: {reason}")
-                    case TimedOut(reason):
-                        raise RendezvousTimeoutError(f"job {self._settings.job}: {reason}")
-                store = _unless_over(
-                    lambda place=place: self._entered_store(member, place),  # type: ignore[misc]
-                    lambda place=place: member.may_enter(place.generation),  # type: ignore[misc]
-                )
+                place = self._next_place()
+                store = _unless_over(partial(self._entered_store, place),
+                                     partial(self._may_enter, place))  # fmt: skip
                 if store is not None:
                     break
-            self._run(member.begin_work())
         self._place = place
         return RendezvousInfo(
             store,
@@ -129,58 +133,72 @@ class KeepstepRendezvous(RendezvousHandler):
             RendezvousStoreInfo(place.store_host, place.store_port),
         )
 
+    def _next_place(self) -> Place:
+        node = self._node or self._start()
+        match self._run(node.enter()):
+            case Closed(reason):
+                raise RendezvousClosedError(f"job {self._settings.job}: {reason}")
+            case TimedOut(reason):
+                raise RendezvousTimeoutError(f"job {self._settings.job}: {reason}")
+            case place:
+                return place
+
     def num_nodes_waiting(self) -> int:
         """Return a number above 0 if the workers have to be started again, in another round."""
-        member, place = self._member, self._place
-        if member is None or place is None:
-            return 0
-        waiting = member.nodes_waiting(place.generation)
-        if waiting and place.generation != self._reported:
+        place = self._place
+        reason = self._reason_to_restart(place) if place is not None else ""
+        if place is not None and reason and place.generation != self._reported:
             self._reported = place.generation
-            log.warning("the workers here are stopped: %s", member.reason_to_restart())
-        return waiting
+            log.warning("the workers here are stopped: %s", reason)
+        return int(bool(reason))
 
     def is_closed(self) -> bool:
         """Return whether the job has ended."""
-        return self._member is not None and self._member.view.result is not None
+        return self._node is not None and self._run(self._node.has_ended())
 
     def set_closed(self) -> None:
         """End the job for all nodes."""
-        if self._member is not None:
-            self._run(self._member.end_job(result_of(self._member.node, None)))
+        if self._node is not None:
+            self._run(self._node.end_job(result_of(self._node.name, None)))
 
     def shutdown(self) -> bool:
-        """End the job for all nodes if this node takes part in it, and leave it."""
+        """End the job for all nodes if this node takes part in it, and leave it.
+
+        After success it returns once the workers of all nodes have finished.
+        """
         # torchrun calls this while the error that ends its agent, if any, is on its way.
         error = sys.exception()
         try:
-            if self._member is not None and self._place is not None:
-                self._run(self._member.end_job(result_of(self._member.node, error)))
+            if self._node is not None and self._place is not None:
+                self._run(self._node.finish(self._place.generation, error))
             self._leave()
         except ElasticError as failed:
             log.warning("this node has not left job %s in order: %s", self._settings.job, failed)
             return False
         return True
 
-    def _start(self) -> RoundMember:
+    def _start(self) -> TorchrunNode:
         """Connect to etcd, and open the ports of this node."""
         settings = self._settings
         self._thread = _LoopThread()
-        # After SIGTERM torchrun does not call `shutdown`.
-        atexit.register(self._leave_at_exit)
+        # After SIGTERM torchrun does not call `shutdown`. Not by `atexit`, which comes after the
+        # end of executors, and with them of `asyncio.to_thread`.
+        threading._register_atexit(self._leave_at_exit)  # type: ignore[attr-defined]
         credentials = Credentials.for_address(settings.coordinator, settings.environment)
         host = own_host(settings.coordinator, settings.local_addr)
         try:
-            node = self._held.enter_context(own_node_name(settings.job))
+            name = self._held.enter_context(own_node_name(settings.job))
+            directory = self._held.enter_context(run_directory())
             self._etcd = self._run(
                 EtcdStore.connect(
                     settings.coordinator, deadline_s=_CONNECT_S, credentials=credentials
                 )
             )
-            self._member = self._run(RoundMember.open(settings, self._etcd, node, host))
+            self._node = self._run(TorchrunNode.open(settings, self._etcd, name, host, directory))
         except (NotPrivate, OSError) as error:
             raise UsageError(f"this node cannot be named, or reached by others: {error}") from error
-        return self._member
+        os.environ.update(self._node.environment)
+        return self._node
 
     def _leave_at_exit(self) -> None:
         try:
@@ -193,24 +211,32 @@ class KeepstepRendezvous(RendezvousHandler):
         self._place = None
         if self._thread is None:
             return
-        if self._member is not None:
-            self._run(self._member.leave())
+        if self._node is not None:
+            self._run(self._node.leave())
+            for name in self._node.environment:
+                os.environ.pop(name, None)
         if self._etcd is not None:
             self._run(self._etcd.close())
         self._thread.stop()
         self._held.close()
-        self._thread = self._member = self._etcd = None
+        self._thread = self._node = self._etcd = None
+
+    def _reason_to_restart(self, place: Place) -> str:
+        return self._run(self._node.reason_to_restart(place.generation)) if self._node else ""
+
+    def _may_enter(self, place: Place) -> bool:
+        return not self._reason_to_restart(place)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._thread is not None, "started before"
         return self._thread.run(work)
 
-    def _entered_store(self, member: RoundMember, place: Place) -> Store | None:
+    def _entered_store(self, place: Place) -> Store | None:
         """Return the round's torch store once all nodes have reached it; None if it ends before."""
-        store = self._store_of(member, place)
-        return store if store is not None and _have_all_entered(member, place, store) else None
+        store = self._store_of(place)
+        return store if store is not None and self._have_all_entered(place, store) else None
 
-    def _store_of(self, member: RoundMember, place: Place) -> Store | None:
+    def _store_of(self, place: Place) -> Store | None:
         """Serve the round's torch store, or connect to it; None if the round ends before.
 
         Raises:
@@ -225,7 +251,7 @@ class KeepstepRendezvous(RendezvousHandler):
                 master_listen_fd=descriptor,
             )  # fmt: skip
         until_s = time.monotonic() + self._settings.policy.quorum_timeout_s
-        while member.may_enter(place.generation):
+        while self._may_enter(place):
             try:
                 return TCPStore(host, port, is_master=False, timeout=timeout)
             except DistError as error:
@@ -236,6 +262,21 @@ class KeepstepRendezvous(RendezvousHandler):
                         "--local-addr with an address that others reach"
                     ) from None
         return None
+
+    def _have_all_entered(self, place: Place, store: Store) -> bool:
+        """Wait until all nodes of a round have reached its store; False if it ends before."""
+        pause_s = _POLL_S
+        try:
+            store.add(_ENTERED, 1)
+            while self._may_enter(place):
+                if store.add(_ENTERED, 0) >= place.size:
+                    store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+                    return True
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MOST_POLL_S)
+        except DistError as error:
+            log.debug("the torch store of round %d is gone: %s", place.generation, error)
+        return False
 
 
 def _unless_over(act: Callable[[], T | None], goes_on: Callable[[], bool]) -> T | None:
@@ -257,22 +298,6 @@ def _unless_over(act: Callable[[], T | None], goes_on: Callable[[], bool]) -> T 
         with suppress(TimeoutError):
             return future.result(_MOST_POLL_S)
     return None
-
-
-def _have_all_entered(member: RoundMember, place: Place, store: Store) -> bool:
-    """Wait until all nodes of a round have reached its store; False if the round ends before."""
-    pause_s = _POLL_S
-    try:
-        store.add(_ENTERED, 1)
-        while member.may_enter(place.generation):
-            if store.add(_ENTERED, 0) >= place.size:
-                store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-                return True
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_POLL_S)
-    except DistError as error:
-        log.debug("the torch store of round %d is gone: %s", place.generation, error)
-    return False
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from keepstep.elastic.store.address import Access, Address, parse_address
 
 _NUMBERS = ("lease_ttl_s", "last_call_timeout", "join_timeout", "timeout")
 _CERTIFICATES = {"ca_cert": "CACERT", "ssl_cert": "CERT", "ssl_cert_key": "KEY"}
-_KNOWN = (*_NUMBERS, *_CERTIFICATES, "secret_file")
+_KNOWN = (*_NUMBERS, "nproc", "parity", *_CERTIFICATES, "secret_file")
 _NO_ID = ("", "none")
 """torchrun's own value if --rdzv-id is not given."""
 
@@ -30,6 +30,8 @@ class Settings:
         policy: the job's limits.
         local_addr: address under which other nodes reach this one; None: to be determined.
         lease_ttl_s: how long after its last sign of life the node is declared gone.
+        workers: how many workers torchrun starts on this node; None: that is unknown, so that
+            nothing is kept in memory.
     """
 
     job: str
@@ -38,11 +40,12 @@ class Settings:
     policy: RendezvousPolicy
     local_addr: str | None
     lease_ttl_s: float
+    workers: int | None
 
     @property
     def digest(self) -> str:
         """A digest of the settings that all nodes of a job must agree on."""
-        parts = ("torchrun", self.policy.min_nodes, self.policy.max_nodes)
+        parts = ("torchrun", self.policy.min_nodes, self.policy.max_nodes, self.policy.parity)
         return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
@@ -53,6 +56,7 @@ def parse_settings(
     local_addr: str | None,
     config: Mapping[str, Any],
     environment: Mapping[str, str],
+    workers: int | None,
 ) -> Settings:
     """Parse the options of torchrun.
 
@@ -64,6 +68,7 @@ def parse_settings(
         local_addr: `--local-addr`.
         config: `--rdzv-conf`.
         environment: may have etcdctl's variables and KEEPSTEP_SECRET_FILE.
+        workers: how many torchrun starts on this node; None: unknown, unless `config` has it.
 
     Raises:
         UsageError: an option is missing, unknown or invalid.
@@ -84,6 +89,10 @@ def parse_settings(
             "that name none would form one job"
         )
     numbers = {key: _number(key, config[key]) for key in _NUMBERS if key in config}
+    lease_ttl_s = numbers.get("lease_ttl_s", 5.0)
+    if "nproc" in config:
+        workers = _count("nproc", config["nproc"], least=1)
+    parity = _count("parity", config.get("parity", 1), least=0)
     certificates = {
         f"ETCDCTL_{name}": str(config[key]) for key, name in _CERTIFICATES.items() if key in config
     }
@@ -97,12 +106,14 @@ def parse_settings(
         environment={**environment, **certificates},
         policy=RendezvousPolicy(
             *nodes,
-            parity=0,
+            parity=parity if workers is not None else 0,
+            return_s=lease_ttl_s,
             last_call_s=numbers.get("last_call_timeout", 30.0),
             quorum_timeout_s=numbers.get("join_timeout", numbers.get("timeout", 900.0)),
         ),
         local_addr=local_addr,
-        lease_ttl_s=numbers.get("lease_ttl_s", 5.0),
+        lease_ttl_s=lease_ttl_s,
+        workers=workers,
     )
 
 
@@ -115,3 +126,10 @@ def _number(key: str, value: object) -> float:
     if not 0 < number < float("inf"):
         raise UsageError(f"--rdzv-conf {key}={value}: give a number of seconds above 0")
     return number
+
+
+def _count(key: str, value: object, least: int) -> int:
+    text = str(value)
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"--rdzv-conf {key}={value}: give a whole number of at least {least}")
+    return int(text)

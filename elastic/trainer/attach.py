@@ -27,6 +27,7 @@ from keepstep.elastic.trainer.mesh_rule import Mesh, MeshRule, data_share
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import State, Stateful
 from keepstep.elastic.trainer.training_state import TrainingState
+from keepstep.elastic.worker.launched_session import launched_session
 from keepstep.elastic.worker.messages import Ready
 from keepstep.elastic.worker.script_modules import imported_modules
 from keepstep.elastic.worker.script_signals import leave_notices_to_agent
@@ -61,8 +62,9 @@ def attach(
     generation: after a failure a warm process runs the script from its first line, and `restore`
     fills the objects from memory. With `join`, the process survives, which is faster.
 
-    In a process that `keepstep run` has not started the script runs without recovery, snapshots
-    and stored checkpoints, and says so once.
+    Under torchrun with `--rdzv-backend keepstep` it is torchrun that runs the script again, in new
+    processes. Elsewhere the script runs without recovery, snapshots and stored checkpoints, and
+    says so once.
 
     Args:
         model: sharded and wrapped as it is trained; not on the meta device.
@@ -110,7 +112,7 @@ def attach(
     session = _session(checkpoint)
     assignment = session.wait_for_assignment(0)
     _check_groups(assignment.world_size)
-    if session.is_managed:
+    if session.answers_notices:
         leave_notices_to_agent()
     awaits_order = _awaits_abort_order()
     # What one worker of a node has imported, the others have too.
@@ -157,7 +159,7 @@ def attach(
 
 
 def _session(checkpoint: str | None) -> Session:
-    session = current()
+    session = current() or launched_session()
     if session is None:
         return announced_unmanaged_session(checkpoint, has_groups=True)
     if session.has_joined:

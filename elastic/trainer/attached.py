@@ -109,7 +109,7 @@ class Attached:
 
     @property
     def is_managed(self) -> bool:
-        """Whether an agent of keepstep has started this process, and answers its signals."""
+        """Whether an agent supervises this process, so that the script answers no signals."""
         return self._session.is_managed
 
     def restore(self, step: int | Callable[[], int] = 0) -> int:
@@ -225,8 +225,9 @@ class Attached:
     def finish(self) -> None:
         """Wait until the last step is safe, and stored if `checkpoint` is given.
 
-        All ranks call it after the loop, or leave it to the end of the script, where keepstep
-        calls it. Afterwards the objects are not protected any more.
+        All ranks call it after the loop. In a job of `keepstep run` they may leave it to the end
+        of the script, where keepstep calls it; under torchrun nothing does. Afterwards the objects
+        are not protected any more.
         """
         if self._is_finished:
             return

@@ -64,23 +64,26 @@ _CUT_OFF = (
 class Session:
     """The worker's end of the connection to its agent. `start` begins to receive.
 
+    Args:
+        channel: the connection; the session closes it.
+        board: where progress is recorded.
+
     Attributes:
-        is_managed: an agent has started this process, and replaces lost ones.
-        script: what the worker runs, for people.
+        is_managed: an agent supervises this process, and replaces lost ones.
+        answers_notices: the agent answers signals that announce the node's end.
+        script: what the worker runs, for people; "" where another launcher has started it.
         own_modules: names of the modules that were imported before the script ran.
     """
 
     is_managed = True
+    answers_notices = True
 
-    def __init__(
-        self,
-        connection: Connection[WorkerMessage, AgentMessage],
-        board: ProgressBoard,
-        descriptor: int,
-    ) -> None:
-        self._connection = connection
-        self._descriptor = descriptor
-        self._socket = _identity(descriptor)
+    def __init__(self, channel: socket.socket, board: ProgressBoard) -> None:
+        self._descriptor = channel.fileno()
+        self._socket = _identity(self._descriptor)
+        self._connection: Connection[WorkerMessage, AgentMessage] = Connection.over_pair(
+            channel, PROTOCOL.client, "the agent"
+        )
         self._has_joined = False
         self.script = ""
         self.own_modules: frozenset[str] = frozenset()
@@ -173,11 +176,12 @@ class Session:
             )
             assert self._assignment is not None
             assigned = self._assignment
-        # The environment that other processes see stays as it was when this one was started.
-        set_title(
-            f"keepstep rank {assigned.rank} of {assigned.job}: {self.script}",
-            "keepstep.elastic.worker.bootstrap",
-        )
+        if self.script:
+            # The environment that other processes see stays as it was when this one was started.
+            set_title(
+                f"keepstep rank {assigned.rank} of {assigned.job}: {self.script}",
+                "keepstep.elastic.worker.bootstrap",
+            )
         return assigned
 
     def is_closing(self, generation: int) -> bool:
@@ -408,14 +412,17 @@ _session: Session | None = None  # A process has one agent, and this is its conn
 
 def open_session() -> Session:
     """Open the connection that the environment names. Called once, by the bootstrap."""
-    global _session
-    inherited = socket.socket(fileno=int(os.environ.pop("KEEPSTEP_CHANNEL")))
+    channel = socket.socket(fileno=int(os.environ.pop("KEEPSTEP_CHANNEL")))
     board = ProgressBoard(int(os.environ.pop("KEEPSTEP_PROGRESS")))
-    descriptor = inherited.fileno()
-    connection = Connection.over_pair(inherited, PROTOCOL.client, "the agent")
-    _session = Session(connection, board, descriptor)
-    _session.start()
-    return _session
+    return begin_session(Session(channel, board))
+
+
+def begin_session(session: Session) -> Session:
+    """Make a session this process's own, and begin to receive; return it."""
+    global _session
+    _session = session
+    session.start()
+    return session
 
 
 def current() -> Session | None:

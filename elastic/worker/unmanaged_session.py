@@ -1,4 +1,4 @@
-"""Provides the session of a process without an agent: `python`, a notebook, torchrun.
+"""Provides the session of a process without an agent: `python`, a notebook, plain torchrun.
 
 The same script computes the same steps there, with the ranks that it was started with: nothing is
 taken over from a lost rank, and no snapshot is taken. So a script can be debugged, and go back to
@@ -33,7 +33,7 @@ class UnmanagedSession(Session):
         has_groups: the script has made its process groups, and needs no store for them.
     """
 
-    is_managed = False
+    is_managed = answers_notices = False
 
     def __init__(self, environment: Mapping[str, str], *, has_groups: bool = False) -> None:
         if all(name in environment for name in _TORCHRUN):

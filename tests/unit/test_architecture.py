@@ -186,8 +186,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " log_format monitor.contracts monitor.errors notices private_files processes transport"
         ),
         "elastic.torchrun": (
-            "elastic.agent elastic.errors elastic.rendezvous elastic.store log_format private_files"
-            " transport"
+            "checkpoint.errors checkpoint.snapshot.isal elastic.agent elastic.errors"
+            " elastic.rendezvous elastic.store elastic.worker log_format monitor.progress"
+            " private_files transport"
         ),
         "elastic": "",
         # The front of it all.

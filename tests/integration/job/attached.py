@@ -17,7 +17,6 @@ import keepstep
 options = json.loads(sys.argv[1])
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
 
 
 class Numbers(Dataset[tuple[int, torch.Tensor]]):
@@ -68,6 +67,8 @@ training = keepstep.attach(
     seed=7,
 )
 training.restore()
+# torchrun does not count all of them.
+generation = training._assignment.generation
 sampler = training.batch_sampler(len(Numbers()), 16, epochs=options["epochs"])
 loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=options.get("workers", 0))
 with (Path(options["log"]) / f"rank-{rank}.{os.getpid()}.jsonl").open("a") as log:
@@ -98,5 +99,7 @@ with (Path(options["log"]) / f"rank-{rank}.{os.getpid()}.jsonl").open("a") as lo
                 sys.exit(0)
             if not (Path(options["log"]) / "hurry").exists():
                 time.sleep(options.get("pause_s", 0.0))
-# As PyTorch asks for; keepstep makes the last step safe after it.
+if options.get("finishes"):
+    training.finish()
+# As PyTorch asks for; in a job of `keepstep run` the last step is made safe after it.
 dist.destroy_process_group()

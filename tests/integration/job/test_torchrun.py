@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import psutil
 import pytest
 
 from examples.local_cluster import process_tree
+from keepstep.checkpoint.format.stored.steps import list_steps
+from keepstep.checkpoint.format.stored.storage import open_storage
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.embedded import EmbeddedEtcd
@@ -25,6 +28,16 @@ from keepstep.elastic.store.ports import ReservedPort
 from keepstep.private_files import write_file
 from ops.bench.processes import kill_tree
 from tests.adaptive_timeouts import patient
+from tests.integration.job.jobs import (
+    Lines,
+    committed_in,
+    committed_step_of,
+    last_run_of_each_step,
+    made_once,
+    samples,
+)
+from tests.integration.job.test_attach import EPOCHS, STEPS, run_undisturbed
+from tests.integration.job.test_attach import SCRIPT as ATTACHED
 
 ROOT = Path(__file__).parents[3]
 WORKER = ROOT / "ops" / "bench" / "torchrun_worker.py"
@@ -43,18 +56,27 @@ def torchrun(endpoint: str, *options: str, conf: str = CONF, job: str = "run7") 
 
 
 class Nodes:
-    """torchrun agents of one job on this machine, and the steps of their workers."""
+    """torchrun agents of one job on this machine, and the steps of their workers.
 
-    def __init__(self, directory: Path, etcd: EmbeddedEtcd) -> None:
+    They run `attached.py` if its options are given, with two workers each.
+    """
+
+    def __init__(self, directory: Path, etcd: EmbeddedEtcd, **attached: Any) -> None:
         self.directory = directory
         self.etcd = etcd
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.script = [str(WORKER), str(directory)]
+        if attached:
+            (directory / "log").mkdir()
+            given = {"epochs": EPOCHS, "dropout": 0.1, "log": str(directory / "log"), **attached}
+            self.script = ["--nproc-per-node", "2", str(ATTACHED), json.dumps(given)]
 
-    def start(self, name: str, *options: str) -> None:
-        command = torchrun(self.etcd.url, *(options or ("--nnodes", "1:2", "--max-restarts", "3")))
+    def start(self, name: str, *options: str, conf: str = CONF) -> None:
+        limits = options or ("--nnodes", "1:2", "--max-restarts", "3")
+        command = torchrun(self.etcd.url, *limits, conf=conf)
         with (self.directory / f"{name}.log").open("ab") as output:
             self.agents[name] = subprocess.Popen(
-                [*command, str(WORKER), str(self.directory)],
+                [*command, *self.script],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -74,10 +96,11 @@ class Nodes:
         return time.time()
 
     def worker(self, name: str) -> psutil.Process:
+        scripts = (WORKER.name, ATTACHED.name)
         return next(
             it
             for it in psutil.Process(self.agents[name].pid).children()
-            if WORKER.name in " ".join(it.cmdline())
+            if any(script in " ".join(it.cmdline()) for script in scripts)
         )
 
     def lines(self, since_s: float = 0.0) -> list[Line]:
@@ -125,6 +148,18 @@ class Nodes:
 
         return asyncio.run(read())
 
+    def view_where(self, is_reached: Callable[[View], bool]) -> View:
+        """Wait until the job's keys are as the test wants them."""
+        view = self.view()
+
+        def read() -> bool:
+            nonlocal view
+            view = self.view()
+            return is_reached(view)
+
+        self.until(read)
+        return view
+
     def finish(self, *names: str) -> None:
         """Let the workers end, and check that the agents do so, and leave nothing in etcd."""
         (self.directory / "end").touch()
@@ -140,7 +175,12 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, etcd_server: EmbeddedEtcd) -> Iterator[Nodes]:
-    them = Nodes(tmp_path, etcd_server)
+    with running(Nodes(tmp_path, etcd_server)) as them:
+        yield them
+
+
+@contextmanager
+def running(them: Nodes) -> Iterator[Nodes]:
     try:
         yield them
     finally:
@@ -155,11 +195,12 @@ def test_others_go_on_without_a_killed_node_and_with_it_when_it_comes_back(nodes
     nodes.start("b")
     nodes.steps(2, "a", "b")
     killed_s = nodes.kill("b")
-    nodes.steps(1, "a", since_s=killed_s)
+    (alone,) = nodes.steps(1, "a", since_s=killed_s)
     # Sooner than the lease ends: its port refuses connections at once.
     assert "is dead" in (nodes.directory / "a.log").read_text()
     nodes.start("b")
-    both = nodes.steps(2, "a", "b", since_s=killed_s)
+    # The last step of both before the loss may have been written after the kill.
+    both = nodes.steps(2, "a", "b", since_s=alone["at"])
     assert sorted(line["rank"] for line in both) == [0, 1]
     # Another round over gloo, in which nobody may read an address of the round before.
     crashed_s = time.time()
@@ -257,6 +298,69 @@ def test_second_job_of_a_name_is_refused_and_the_first_goes_on(nodes: Nodes) -> 
     (after,) = nodes.steps(1, "a", since_s=time.time())
     assert after["pid"] == before["pid"]
     nodes.finish("a")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    return last_run_of_each_step(made_once(tmp_path_factory, "attached", run_undisturbed))
+
+
+def test_lost_worker_and_then_a_lost_node_that_returns_change_no_loss_of_an_attached_script(
+    tmp_path: Path, etcd_server: EmbeddedEtcd, undisturbed: Lines
+) -> None:
+    conf = f"last_call_timeout=600,lease_ttl_s={LEASE_TTL_S}"
+    options = {"pause_s": 1.0, "finishes": True, "checkpoint": str(tmp_path / "checkpoint")}
+    with running(Nodes(tmp_path, etcd_server, **options)) as nodes:
+        for name in "ab":
+            nodes.start(name, conf=conf)
+        before = nodes.view_where(lambda view: committed_step_of(view) >= 3)
+        nodes.worker("b").kill()
+        nodes.view_where(lambda view: committed_in(view, 2))
+        nodes.kill("b")
+        nodes.view_where(lambda view: committed_in(view, 3))
+        nodes.start("b", conf=conf)
+        view = nodes.view_where(lambda view: committed_in(view, 4))
+        (tmp_path / "log/hurry").touch()
+        nodes.finish("a", "b")
+    _, *recoveries = view.history.recoveries
+    assert [it.world_size for it in recoveries] == [4, 2, 4]
+    assert all("storage" not in it.source and "memory" in it.source for it in recoveries)
+    assert recoveries[0].resumed_step >= committed_step_of(before)
+    # Nodes that join wait for the end of a step.
+    assert recoveries[2].lost_steps == 0
+    (stored,) = list_steps(open_storage(str(tmp_path / "checkpoint")))
+    assert stored.step == STEPS
+    lines = last_run_of_each_step(tmp_path)
+    assert sorted(lines) == list(range(1, STEPS + 1))
+    assert samples(lines) == samples(undisturbed)
+    for step, ranks in lines.items():
+        for rank, line in ranks.items():
+            # Fewer ranks draw other numbers for their dropout.
+            if line["world_size"] == 4 and line["generation"] < 3:
+                assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
+    # A lost peer is not the script's error.
+    assert "Traceback" not in nodes.output()
+
+
+@pytest.mark.long
+def test_terminated_node_hands_over_the_state_of_an_attached_script(
+    tmp_path: Path, etcd_server: EmbeddedEtcd
+) -> None:
+    """There is no parity that others could rebuild it from."""
+    conf = f"last_call_timeout=600,lease_ttl_s={LEASE_TTL_S},parity=0"
+    with running(Nodes(tmp_path, etcd_server, pause_s=1.0, finishes=True)) as nodes:
+        for name in "ab":
+            nodes.start(name, conf=conf)
+        before = nodes.view_where(lambda view: committed_step_of(view) >= 3)
+        nodes.agents["b"].terminate()
+        assert nodes.agents.pop("b").wait(patient(60)) != 0
+        view = nodes.view_where(lambda view: committed_in(view, 2))
+        (tmp_path / "log/hurry").touch()
+        nodes.finish("a")
+    *_, recovery = view.history.recoveries
+    assert "memory" in recovery.source
+    assert recovery.resumed_step >= committed_step_of(before)
+    assert recovery.world_size == 2
 
 
 @pytest.mark.parametrize(

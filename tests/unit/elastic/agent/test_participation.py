@@ -16,6 +16,7 @@ from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.participation import Participation, describe_outage
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
+from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import Failure, FailureKind, Result
@@ -60,6 +61,7 @@ async def participating(
         store_socket=store_socket,
         departure=Departure(wake.set),
         wake=wake,
+        worker_group=WorkerGroup(command, 1, config.spares, os.environ, wake.set),
     )
     try:
         yield participation

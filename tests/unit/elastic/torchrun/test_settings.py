@@ -22,7 +22,8 @@ def settings(
     nodes: tuple[int, int] = (1, 4),
     **config: object,
 ) -> Settings:
-    return parse_settings(endpoint, run_id, nodes, None, TIMEOUT | config, {"ETCDCTL_USER": "u"})
+    environment = {"ETCDCTL_USER": "u"}
+    return parse_settings(endpoint, run_id, nodes, None, TIMEOUT | config, environment, 2)
 
 
 def test_several_endpoints_and_limits_of_nodes_are_taken() -> None:
@@ -80,6 +81,8 @@ def test_files_reach_the_credentials() -> None:
         ({"endpoint": ""}, "needs --rdzv-endpoint HOST:PORT"),
         ({"endpoint": "http://h:1"}, "give etcd://HOST:PORT"),
         ({"run_id": "none"}, "give --rdzv-id, a name for this job"),
+        ({"nproc": "0"}, "nproc=0: give a whole number of at least 1"),
+        ({"parity": "-1"}, "parity=-1: give a whole number of at least 0"),
     ],
 )
 def test_what_is_unknown_missing_or_invalid_is_refused_by_name(
@@ -92,3 +95,12 @@ def test_what_is_unknown_missing_or_invalid_is_refused_by_name(
 def test_nodes_with_other_limits_are_no_nodes_of_the_same_job() -> None:
     assert settings().digest == settings("other:1", lease_ttl_s="2").digest
     assert settings().digest != settings(nodes=(1, 5)).digest
+    assert settings().digest != settings(parity="0").digest
+
+
+def test_workers_are_those_of_the_command_line_unless_an_option_says_otherwise() -> None:
+    assert settings().workers == 2
+    assert settings(nproc="4").workers == 4
+    unknown = parse_settings("h:1", "run7", (1, 4), None, TIMEOUT, {}, None)
+    assert (unknown.workers, unknown.policy.parity) == (None, 0)
+    assert (settings().policy.parity, settings(parity="2").policy.parity) == (1, 2)
