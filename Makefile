@@ -54,6 +54,7 @@ bench: setup
 	$(BIN)/python ops/bench/diagnosis_scale.py --json
 	$(BIN)/python ops/bench/diagnosis.py --json --quick
 	$(BIN)/python ops/bench/standstill.py --json --quick
+	$(BIN)/python ops/bench/integrations.py --json --quick
 
 # Nothing is set up: on a machine with GPUs, whose PyTorch is its own, nothing may be installable.
 gpu:

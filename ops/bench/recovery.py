@@ -195,7 +195,11 @@ class Job(Protocol):
 
 
 def wait_for(
-    job: Job, directory: Path, condition: Callable[[list[Line]], bool], every_s: float = 0.05
+    job: Job,
+    directory: Path,
+    condition: Callable[[list[Line]], bool],
+    every_s: float = 0.05,
+    limit_s: float = DEADLINE_S,
 ) -> list[Line]:
     """Read the lines of a job's ranks until a condition holds; return the lines.
 
@@ -203,7 +207,7 @@ def wait_for(
         JobOver: it did not hold while there was a job; the message has the job's last output.
         TimeoutError: it did not hold in time.
     """
-    until_s = time.monotonic() + DEADLINE_S
+    until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
         # Asked before the lines are read, so that the last of them count.
         is_over = job.is_over
@@ -215,7 +219,7 @@ def wait_for(
                 f"the job has ended before its ranks reached the condition:\n{job.output()}"
             )
         time.sleep(every_s)
-    raise TimeoutError(f"the ranks did not reach the condition within {DEADLINE_S:.0f} s")
+    raise TimeoutError(f"the ranks did not reach the condition within {limit_s:.0f} s")
 
 
 def steps_reached(step: int) -> Callable[[list[Line]], bool]:
