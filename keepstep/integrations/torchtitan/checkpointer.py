@@ -38,7 +38,6 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
 _UNTRIED_DEGREES = (
     "pipeline_parallel_degree",
     "context_parallel_degree",
-    "tensor_parallel_degree",
     "expert_parallel_degree",
 )
 
@@ -182,6 +181,7 @@ def mesh_of(config: Any) -> Callable[[int], dict[str, int] | None]:
     sizes = {
         "dp_replicate": parallelism.data_parallel_replicate_degree,
         "dp_shard": parallelism.data_parallel_shard_degree,
+        "tp": parallelism.tensor_parallel_degree,
     }
 
     def rule(ranks: int) -> dict[str, int] | None:

@@ -23,7 +23,13 @@ from tests.integration.frameworks.framework_jobs import (
     run_and_kill,
     run_undisturbed,
 )
-from tests.integration.job.jobs import Lines, last_run_of_each_step, samples
+from tests.integration.job.jobs import (
+    Lines,
+    committed_in,
+    committed_step_of,
+    last_run_of_each_step,
+    samples,
+)
 
 pytest.importorskip("torchtitan")
 
@@ -80,6 +86,30 @@ def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(
         for line in ranks.values():
             assert line["metrics"] == undisturbed[step][0]["metrics"]
             assert line["metrics"]["n_tokens_seen"] == 16 * 16 * step
+
+
+def test_ranks_of_tensor_parallelism_lose_a_worker_and_compute_the_same_losses(
+    tmp_path: Path,
+) -> None:
+    options = {"training.steps": 20, "parallelism.tensor_parallel_degree": 2}
+    undisturbed = run_undisturbed(titan, tmp_path / "undisturbed", **options)
+    directory = tmp_path / "disturbed"
+    with cluster(titan, directory, workers=2, nnodes="1:1", pause_s=0.6, **options) as running:
+        running.start("a")
+        running.wait_until(lambda view: committed_step_of(view) >= 3, 180)
+        running.workers_of("a")[1].kill()
+        view = running.wait_until(lambda view: committed_in(view, 2), 180)
+        (directory / "log/hurry").touch()
+        assert running.wait("a", 180) == 0, running.output()
+    assert [recovery.source for recovery in view.history.recoveries] == ["start", "memory"]
+    lines = last_run_of_each_step(directory)
+    assert lines.keys() == undisturbed.keys()
+    assert {line["generation"] for ranks in lines.values() for line in ranks.values()} == {1, 2}
+    for step, ranks in lines.items():
+        for rank, line in ranks.items():
+            for name in ("loss", "samples", "metrics"):
+                assert line[name] == undisturbed[step][rank][name], (step, rank, name)
+        assert ranks[0]["samples"] == ranks[1]["samples"]
 
 
 def test_node_that_joins_takes_part_and_no_step_is_computed_again(
@@ -190,8 +220,8 @@ def test_what_has_no_effect_or_was_not_tried_is_refused() -> None:
     assert "list has positions that hold for one number" in refusal(loader=[1])
     assert "give --training.global_batch_size" in refusal(training__global_batch_size=-1)
     assert "--training.disable_cuda_graphs" in refusal(training__disable_cuda_graphs=False)
-    degree = refusal(parallelism__tensor_parallel_degree=2)
-    assert "parallelism.tensor_parallel_degree=2 was not tried" in degree
+    degree = refusal(parallelism__context_parallel_degree=2)
+    assert "parallelism.context_parallel_degree=2 was not tried" in degree
 
 
 def test_manager_that_is_closed_after_an_error_waits_for_no_step() -> None:
@@ -237,8 +267,10 @@ def test_ranks_fit_if_the_global_batch_has_micro_batches_for_all() -> None:
     assert [ranks for ranks in range(1, 20) if rule(ranks)] == [1, 2, 3, 4, 6, 12]
     config.parallelism.data_parallel_replicate_degree = 2
     rule = mesh_of(config)
-    assert rule(6) == {"dp_replicate": 2, "dp_shard": 3}
+    assert rule(6) == {"dp_replicate": 2, "dp_shard": 3, "tp": 1}
     assert rule(3) is None
+    config.parallelism.tensor_parallel_degree = 2
+    assert [ranks for ranks in range(1, 20) if mesh_of(config)(ranks)] == [4, 8, 12]
 
 
 def test_no_document_predicts_the_next_one(tmp_path: Path) -> None:
