@@ -89,6 +89,13 @@ class KeepstepMixin:
                 "KeepstepMixin reads datasets that have an index: an IterableDataset has no "
                 "position that it could restore"
             )
+        for name in ("get_train_dataloader", "_get_train_sampler"):
+            if getattr(inherited, name).__func__ is not getattr(Trainer, name):
+                raise UsageError(
+                    f"KeepstepMixin has an order of its own, and the trainer of "
+                    f"{type(self).__name__} another one, by its {name}(), as TRL's GRPOTrainer "
+                    "has: such trainers are not supported"
+                )
         args = self.args
         if args.train_sampling_strategy != "random":
             raise UsageError(

@@ -99,9 +99,6 @@ def test_what_has_no_position_or_another_order_is_refused(tmp_path: Path) -> Non
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(UsageError, match=r"Behind has KeepstepMixin behind Trainer.*protect noth"):
-        type("Behind", (Trainer, KeepstepMixin), {})
-
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
     model = torch.nn.Linear(1, 1)
     with pytest.raises(UsageError, match="an IterableDataset has no position"):
@@ -114,3 +111,15 @@ def test_what_has_no_position_or_another_order_is_refused(tmp_path: Path) -> Non
     arguments.gradient_accumulation_steps = 2
     with pytest.raises(UsageError, match="global_batch=7 is no multiple of"):
         Protected(model=model, args=arguments, train_dataset=[1, 2]).train()
+
+    class Repeated(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler([1, 1])
+
+    class ProtectedRepeated(KeepstepMixin, Repeated):
+        pass
+
+    with pytest.raises(UsageError, match=r"another one, by its _get_train_sampler\(\)"):
+        ProtectedRepeated(model=model, args=arguments, train_dataset=[1, 2]).train()
+    with pytest.raises(UsageError, match=r"Behind has KeepstepMixin behind Trainer.*protect noth"):
+        type("Behind", (Trainer, KeepstepMixin), {})
