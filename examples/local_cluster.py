@@ -116,6 +116,8 @@ class LocalCluster:
             "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
             "--spares", str(self._spares),
             "--rdzv-conf", f"last_call_timeout={self._last_call_s}",
+            # The end of the context leaves nothing.
+            "--keep-state", "0",
             *options, *self._script,
         ]  # fmt: skip
 

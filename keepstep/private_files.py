@@ -70,11 +70,12 @@ def check_directory(path: Path) -> None:
         )
 
 
-def read_file(path: Path, *, follow_links: bool = False) -> bytes:
+def read_file(path: Path, *, follow_links: bool = False, max_nbytes: int = _MAX_NBYTES) -> bytes:
     """Return the content of a file that only this user may read, up to 64 KiB of it.
 
     Args:
         path: the file.
+        max_nbytes: how much of it to read instead.
         follow_links: accept a link, as for a file that the user named. The file itself must
             belong to this user or to root.
 
@@ -100,7 +101,7 @@ def read_file(path: Path, *, follow_links: bool = False) -> bytes:
             )
         if status.st_mode & 0o077:
             raise NotPrivate(f"others may use {path}; chmod 600 {path}")
-        return file.read(_MAX_NBYTES)
+        return file.read(max_nbytes)
 
 
 def read_secret(path: Path, *, follow_links: bool = False) -> bytes:
@@ -214,7 +215,7 @@ def run_directory() -> Iterator[Path]:
         OSError: the directory cannot be created.
     """
     base = created_directory(runtime_directory())
-    with _locked(base):
+    with locked(base):
         _remove_abandoned(base)
         path = Path(tempfile.mkdtemp(prefix=_RUN_PREFIX, dir=base))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -243,7 +244,12 @@ def _remove_abandoned(base: Path) -> None:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock while the context lasts; wait for it if another process holds it.
+
+    Raises:
+        OSError: there is no such directory.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -31,7 +31,7 @@ DOCUMENT = Path(__file__).parents[1] / "PROTOCOL.md"
 PROTOCOLS: Mapping[str, tuple[Protocol[Any, Any], str, str, str]] = {
     "worker": (worker_messages.PROTOCOL, "worker", "agent", "socket pair"),
     "fork": (fork_messages.FORK_PROTOCOL, "agent", "fork server", "socket pair"),
-    "snapshot control": (CONTROL_PROTOCOL, "agent", "snapshot server", "socket pair"),
+    "snapshot control": (CONTROL_PROTOCOL, "agent", "snapshot server", "Unix socket"),
     "checkpoint writer": (WRITER_PROTOCOL, "rank", "its writing process", "socket pair"),
     "snapshot": (SNAPSHOT_PROTOCOL, "worker or server", "snapshot server", "Unix socket, TCP"),
     "agent": (peer_connections.PROTOCOL, "agent", "agent", "TCP"),

@@ -16,6 +16,9 @@ from keepstep.elastic.store.embedded import EmbeddedEtcd
 # that are not running: a job of two nodes took twice the processor time. PyTorch reads it later.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A run that fails leaves nothing in memory, but where a test asks for it.
+os.environ["PET_KEEP_STATE"] = "0"
+
 # PyTorch and the tests are a million objects that stay. Each full garbage collection, of which the
 # trainer makes one whenever it leaves a generation, would look through all of them.
 gc.disable()

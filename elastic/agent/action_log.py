@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from keepstep.elastic.rendezvous import actions
-from keepstep.elastic.rendezvous.records import Result
+from keepstep.elastic.rendezvous.rank_assignment import newest_committed
+from keepstep.elastic.rendezvous.records import Generation, Result
 from keepstep.elastic.rendezvous.view import View
 
 log = logging.getLogger("keepstep")
@@ -22,6 +23,7 @@ def log_action(action: actions.Action, view: View) -> None:
                 _counted(len(generation.members), "node"),
                 generation.reason,
             )
+            _log_what_is_lost(generation, view)
         case actions.Close(closing):
             log.warning("generation %d ends: %s", closing.generation, closing.reason)
         case actions.Evict(node, eviction):
@@ -34,6 +36,19 @@ def log_action(action: actions.Action, view: View) -> None:
             _log_end("the job is done", view)
         case _:
             pass
+
+
+def _log_what_is_lost(generation: Generation, view: View) -> None:
+    """Log that a generation cannot resume from the committed snapshot."""
+    last = view.generation
+    committed = newest_committed(view, last) if last is not None else None
+    if generation.resume is None and committed is not None and committed.snapshot.step > 0:
+        log.warning(
+            "no longer is all of step %d in memory: generation %d goes on from the newest stored "
+            "checkpoint, or without one begins again",
+            committed.snapshot.step,
+            generation.generation,
+        )
 
 
 def log_departure(view: View) -> None:

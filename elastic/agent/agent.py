@@ -7,6 +7,7 @@ import asyncio
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
+from keepstep.elastic.agent.kept_state import KeptState, StateDirectory
 from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
@@ -21,11 +22,17 @@ class Agent:
         config: what runs here, and how.
         store: the coordinator.
         fork_server: what forks the workers; None: each is started as a program.
+        left: what the last agent of this node has left, and its directory; None: nothing.
     """
 
     def __init__(
-        self, config: AgentConfig, store: Store, fork_server: ForkServerProcess | None = None
+        self,
+        config: AgentConfig,
+        store: Store,
+        fork_server: ForkServerProcess | None = None,
+        left: tuple[StateDirectory, KeptState] | None = None,
     ) -> None:
+        self._left = left
         self._config = config
         self._store = store
         self._fork_server = fork_server
@@ -64,6 +71,7 @@ class Agent:
                     self._wake.set,
                     self._fork_server,
                 ),
+                left=self._left,
             )
             return await participation.run()
         finally:

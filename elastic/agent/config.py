@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
+from keepstep.elastic.agent.kept_state import Keeping
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker.messages import Command
 
@@ -34,6 +35,7 @@ class AgentConfig:
         limits: the snapshot server's rates.
         is_recorded: whether workers record themselves for `keepstep monitor`.
         serves_coordinator: whether the coordinator runs here, and ends with this agent.
+        keeping: how long the next agent of this node finds what is in memory, and by what.
     """
 
     job: str
@@ -54,3 +56,4 @@ class AgentConfig:
     limits: RateLimits = field(default_factory=RateLimits)
     is_recorded: bool = False
     serves_coordinator: bool = False
+    keeping: Keeping = field(default_factory=Keeping)

@@ -123,6 +123,8 @@ class GenerationFollower:
     async def _enter(self, generation: Generation) -> None:
         """Put the workers into a generation, or end them if the node has no place in it."""
         membership = self._node.membership
+        # First: what the server does from here on is of use only to an agent that knows of it.
+        self._snapshots.keep()
         await self._snapshots.server.open_generation(generation)
         resume = generation.resume
         # To resume from storage goes back behind whatever older generations left in memory.

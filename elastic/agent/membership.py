@@ -59,10 +59,12 @@ from keepstep.elastic.rendezvous.invariants import (
     check_view,
 )
 from keepstep.elastic.rendezvous.join_protocol import (
+    AwaitHolders,
     AwaitPredecessor,
     Join,
     Lease,
     RemoveFinishedJob,
+    Restart,
     RestoreJob,
 )
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
@@ -117,6 +119,7 @@ class Membership:
         secret: of the job in which the record's state arose; None if it has none.
         held: the newest view that had a generation of this node's membership before.
         announce: tells all members, this node included, what this leader has found committed.
+        restart: set if that was the membership of an agent before this one.
     """
 
     def __init__(
@@ -131,7 +134,9 @@ class Membership:
         secret: bytes | None = None,
         announce: Callable[[CommitAnnouncement], None] = lambda _: None,
         held: View | None = None,
+        restart: Restart | None = None,
     ) -> None:
+        self._restart = restart
         self._store = store
         self._secret = secret
         self._keys = Keys(job)
@@ -193,18 +198,25 @@ class Membership:
             StoreUnavailable: the coordinator does not answer.
         """
         began_s = time.monotonic()
-        holds_state = self.held is not None and self.held.snapshot is not None
+        holds_state = self.held is not None and bool(self.held.snapshot or self.record.sealed)
+        waits_s = self._policy.return_s + _LEAVE_TIMEOUT_S if self._policy.max_nodes > 1 else 0.0
         while True:
             view = await self._reader.before_joining(self.view)
             secret = self._secret.hex().encode() if self._secret is not None else None
             keeps_state = join_protocol.keeps_state(view, secret, self.held)
             if secret is not None and keeps_state:
                 self.record = join_protocol.joining_again(view, self.record)
-            match join_protocol.next_join_step(self._keys, view, self.record, self.held):
+            may_wait = time.monotonic() < began_s + waits_s
+            match join_protocol.next_join_step(
+                self._keys, view, self.record, self.held, self._restart, may_wait=may_wait
+            ):
                 case RemoveFinishedJob(transaction):
                     await self._write_until_known(transaction)
-                case RestoreJob(parts):
-                    await self._restore(parts)
+                case RestoreJob():
+                    await self._restore()
+                case AwaitHolders():
+                    self._log_once("waiting for other nodes that keep the state of the last run")
+                    await asyncio.sleep(_PREDECESSOR_POLL_S)
                 case AwaitPredecessor(predecessor):
                     await self._await_predecessor(predecessor, time.monotonic() - began_s)
                 case Join() if keeps_state:
@@ -215,9 +227,11 @@ class Membership:
                 ):
                     if holds_state:
                         log.error(
-                            "job %s has gone on without this node, after its coordinator lost its "
-                            "keys; its state in this node's memory is dropped",
+                            "job %s has %s without this node%s; its state in this node's memory "
+                            "is dropped",
                             self._keys.job,
+                            "gone on" if self._restart is None else "ended or gone on",
+                            ", after its coordinator lost its keys" if not self._restart else "",
                         )
                     break
         assert self.view.secret is not None, "nobody joins without writing or reading the secret"
@@ -229,16 +243,28 @@ class Membership:
         A node that comes to it first would start the job again while this one still stops its
         workers. Where the coordinator does not answer, the next membership sees to it.
         """
-        with suppress(StoreUnavailable, TimeoutError):
+        with suppress(StoreUnavailable, TimeoutError, UsageError):
             async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
-                view = await self._reader.before_joining(View())
-                if self.held is not None and join_protocol.is_forgotten(view, self.held):
-                    await self._restore(transactions.restore_job(self._keys, view, self.held))
+                await self._restore()
 
-    async def _restore(self, parts: Sequence[Transaction]) -> None:
-        log.warning("the coordinator has lost job %s; restoring its keys", self._keys.job)
-        for part in parts:
+    async def _restore(self) -> None:
+        """Restore the job's keys, if the next step to join is still to do so."""
+        if self.held is None:
+            return
+        # Documents that not every agent follows are replaced as well.
+        view = from_listing(self._keys, await self._store.read(self._keys.prefix))
+        step = join_protocol.next_join_step(self._keys, view, self.record, self.held, self._restart)
+        if not isinstance(step, RestoreJob):
+            return
+        if self._restart is None:
+            log.warning("the coordinator has lost job %s; restoring its keys", self._keys.job)
+        for part in step.transactions:
             await self._write_until_known(part)
+
+    def _log_once(self, message: str) -> None:
+        if self._logged != (0, message):
+            self._logged = (0, message)
+            log.info("%s", message)
 
     async def _await_predecessor(self, predecessor: NodeRecord, waited_s: float) -> None:
         """Revoke the lease of a dead agent of this node's name, or wait for it to end."""
@@ -375,17 +401,28 @@ class Membership:
         )
         await outlast_outage(lambda: self._write_until_known(removal))
 
-    async def leave(self) -> None:
-        """Give up the lease. The last member to leave deletes the job's keys."""
+    async def leave(self, keep_s: float = 0.0) -> None:
+        """Give up the lease. The last member to leave deletes the job's keys.
+
+        Args:
+            keep_s: how long this node keeps the job's state in memory; for as long the coordinator
+                keeps what its nodes need to go on.
+        """
         try:
             if self.leads and self.view.result is not None:
                 await self._wait_for_others_to_leave()
             # Before the nodes: whoever joins after that changes it.
-            last_join = await self._store.read(self._keys.single("last_join"), limit=1)
+            wanted = self._keys.prefix if keep_s else self._keys.single("last_join")
+            view = from_listing(self._keys, await self._store.read(wanted))
             if not await self._reader.has_others():
-                view = from_listing(self._keys, last_join)
                 node = self.record.node
-                removal = transactions.remove_job(self._keys, view, node, self._created)
+                if keep_s and view.secret is not None:
+                    lease = await self._store.grant(keep_s)
+                    removal = transactions.keep_failed_job(
+                        self._keys, view, node, self._created, lease
+                    )
+                else:
+                    removal = transactions.remove_job(self._keys, view, node, self._created)
                 await self._commit(removal)
             await self._store.revoke(self._lease.id)
         except StoreUnavailable as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
@@ -19,6 +20,13 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     PersistFailed,
     Protected,
     RestoreChecked,
+)
+from keepstep.elastic.agent.kept_state import (
+    KeptState,
+    StateDirectory,
+    record_to_go_on,
+    view_to_go_on,
+    view_to_keep,
 )
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
@@ -32,7 +40,14 @@ from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.actions import Publish
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, is_over, next_part
 from keepstep.elastic.rendezvous.commits import HOLD_S, next_commit
-from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeReport, RestoreComparison
+from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
+    NodeRecord,
+    NodeReport,
+    RestoreComparison,
+    decode_secret,
+)
+from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.worker.messages import SnapshotCommitted
 
 log = logging.getLogger("keepstep")
@@ -58,6 +73,7 @@ class NodeSnapshots:
         self._unconfirmed_since_s = 0.0
         """When the first came that the view has not confirmed since, in monotonic seconds."""
         self._part_attempt: PartAttempt | None = None
+        self._kept: KeptState | None = None
 
     @property
     def server(self) -> SnapshotProcess:
@@ -84,9 +100,63 @@ class NodeSnapshots:
         self._adopt()
         self._node.membership.update(sealed=(), protected=(), persisted=None)
 
+    async def attach(self, directory: StateDirectory, kept: KeptState) -> View:
+        """Go on with the server that the node's last agent has left; return its view of the job.
+
+        The workers of that agent seal nothing more.
+
+        Raises:
+            SnapshotUnavailable: the server has ended, or does not answer.
+        """
+        await self.supervisor.attach(directory, decode_secret(kept.secret.encode()))
+        newest = max(kept.record.generation, kept.view.generation_number)
+        await self.server.fence(newest)
+        self._node.drained = newest
+        return view_to_go_on(kept.view)
+
+    async def verify_attached(self, own: NodeRecord, kept: NodeRecord) -> NodeRecord:
+        """Return this agent's record with what an attached server holds undamaged.
+
+        Raises:
+            SnapshotUnavailable: the server has ended, or does not answer.
+        """
+        server = self.server
+        await server.verify()
+        self._committed = server.committed
+        return record_to_go_on(
+            own, kept, server.address, server.sealed, server.protected, server.committed
+        )
+
+    def keep(self, *, is_final: bool = False) -> None:
+        """Write what the next agent of this node needs, where that has changed.
+
+        Args:
+            is_final: nobody goes on with the job from here on, until somebody starts it again.
+        """
+        config, view = self._node.config, self._node.membership.held
+        directory = self.supervisor.directory
+        if not config.keeping.keep_s or directory is None or view is None or view.secret is None:
+            return
+        record, kept_view = self._node.membership.record, view_to_keep(view)
+        kept = KeptState(
+            place=config.keeping.place,
+            line=config.keeping.line,
+            job=config.job,
+            secret=view.secret.decode(),
+            record=record,
+            view=replace(kept_view, pause=None) if is_final else kept_view,
+            may_restore=is_final or config.serves_coordinator,
+        )
+        if is_final or self._kept is None or _is_news(self._kept, kept):
+            try:
+                directory.write(kept)
+            except OSError as error:
+                log.warning("what is in memory is not kept for the next agent: %s", error)
+            self._kept = kept
+
     def _adopt(self) -> None:
         """Announce a new server, to which nothing has been passed on yet."""
-        self._committed, self._part_attempt = None, None
+        self._committed, self._part_attempt, self._kept = None, None, None
         self._node.membership.update(server=self.server.address)
 
     @property
@@ -128,6 +198,7 @@ class NodeSnapshots:
     async def follow(self) -> None:
         """Pass on what has been committed and stored, and begin to write what is to be stored."""
         view = self._node.membership.view
+        self.keep()
         # A commit frees what older requests are to store: those begin first.
         attempt = next_part(view, self.server.address, self._node.state.entered, self._part_attempt)
         if attempt is not None:
@@ -252,3 +323,17 @@ class NodeSnapshots:
             await self.server.publish(attempt, action.parts)
         except SnapshotUnavailable as error:
             raise JobFailed(str(error)) from error
+
+
+def _is_news(written: KeptState, kept: KeptState) -> bool:
+    """Whether the next agent would go on otherwise.
+
+    What is committed within a generation is not among it: the server knows that.
+    """
+    names = ("secret", "generation", "checkpoint", "scale", "pause", "result")
+
+    def essence(state: KeptState) -> tuple[object, ...]:
+        revisions = tuple(state.view.revisions.get(name) for name in names)
+        return revisions, state.view.evictions, state.record.generation
+
+    return essence(written) != essence(kept)

@@ -18,10 +18,12 @@ import time
 from contextlib import AsyncExitStack, suppress
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.agent.action_log import log_departure
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.generation_follower import GenerationFollower
+from keepstep.elastic.agent.kept_state import KeptState, StateDirectory, is_kept
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
@@ -40,6 +42,7 @@ from keepstep.elastic.errors import (
 )
 from keepstep.elastic.node.state import drained_on_joining
 from keepstep.elastic.rendezvous.decide import may_leave
+from keepstep.elastic.rendezvous.join_protocol import Restart
 from keepstep.elastic.rendezvous.records import Failure, FailureKind, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
@@ -76,6 +79,7 @@ class Participation:
         departure: whether this node is to leave.
         wake: set when something has changed.
         worker_group: the workers of this node, which set `wake`.
+        left: what the last agent of this node has left, and its directory; None: nothing.
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class Participation:
         departure: Departure,
         wake: asyncio.Event,
         worker_group: WorkerGroup,
+        left: tuple[StateDirectory, KeptState] | None = None,
     ) -> None:
+        self._left = left
+        self._is_kept = True
         self._config = config
         self._store = store
         self._agent_listener = agent_listener
@@ -135,9 +142,11 @@ class Participation:
             JobFailed, UsageError, StoreUnavailable: as `Agent.run`.
         """
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._snapshots.supervisor.close)
+            stack.push_async_callback(self._end_server)
             stack.push_async_callback(self._node.worker_group.stop, 0.0)
             stack.push_async_callback(self._standstill.close)
+            if self._left is not None:
+                await self._go_on(*self._left)
             member_until_s = float("-inf")
             pause_s = _REJOIN_S
             reported = ""
@@ -155,6 +164,9 @@ class Participation:
                     member_until_s = time.monotonic()
                     await self._node.membership.restore_job()
                     await self._end_work()
+                except InvariantViolated:
+                    self._is_kept = False
+                    raise
                 except StoreUnavailable as unavailable:
                     # Other nodes wait for the end of an outage as well.
                     if time.monotonic() > member_until_s + self._config.policy.quorum_timeout_s:
@@ -169,7 +181,9 @@ class Participation:
                     pause_s = min(2 * pause_s, _MOST_REJOIN_S)
         raise AssertionError("unreachable: the stack suppresses nothing")
 
-    def _new_membership(self, record: NodeRecord, held: View | None = None) -> Membership:
+    def _new_membership(
+        self, record: NodeRecord, held: View | None = None, restart: Restart | None = None
+    ) -> Membership:
         config = self._config
         return Membership(
             self._store,
@@ -182,7 +196,50 @@ class Participation:
             self._secret,
             self._snapshots.announce,
             held,
+            restart,
         )
+
+    async def _go_on(self, directory: StateDirectory, kept: KeptState) -> None:
+        """Go on with what the last agent of this node has left in memory."""
+        own = self._node.membership.record
+        try:
+            held = await self._snapshots.attach(directory, kept)
+            self._secret = self._snapshots.server.secret
+            restart = Restart(kept.may_restore)
+            self._node.membership = self._new_membership(own, held, restart)
+            # At once: a node that comes to it first would start the job again.
+            await self._node.membership.restore_job()
+            record = await self._snapshots.verify_attached(own, kept.record)
+        except SnapshotUnavailable as error:
+            log.warning("what this node kept in memory is lost: %s", error)
+            self._secret = None
+            await self._snapshots.supervisor.close()
+            self._node.forget()
+            self._node.membership = self._new_membership(own)
+            return
+        newest = max(record.sealed, default=None)
+        if newest is not None:
+            log.info("found the state of step %d, which this node kept in memory", newest.step)
+        self._node.membership = self._new_membership(record, held, restart)
+
+    async def _end_server(self) -> None:
+        """End the snapshot server, or leave it to the next agent of this node."""
+        supervisor, keep_s = self._snapshots.supervisor, self._config.keeping.keep_s
+        held = self._held if self._is_kept else ()
+        if held:
+            log.warning(
+                "the state of step %d is kept in memory for %s: run the same line again to go on "
+                "from it (--keep-state 0 switches this off)",
+                max(held).step, described_time(keep_s),
+            )  # fmt: skip
+        await supervisor.close(keep=bool(held))
+
+    @property
+    def _held(self) -> tuple[SnapshotId, ...]:
+        """The snapshots that are left in memory for the next agent if this one ends now."""
+        supervisor = self._snapshots.supervisor
+        may_keep = bool(self._config.keeping.keep_s) and supervisor.has_server
+        return supervisor.server.sealed if may_keep and not supervisor.has_died else ()
 
     async def _join(self) -> None:
         """Become a member, with a snapshot server of the job that answers."""
@@ -293,7 +350,11 @@ class Participation:
         # Leaving deletes the node's own key, which must not look like a lost lease.
         membership_task.cancel()
         await asyncio.wait([membership_task])
-        await self._node.membership.leave()
+        self._is_kept = is_kept(result, view, self._config.node)
+        keep_s = self._config.keeping.keep_s if self._is_kept and self._held else 0.0
+        if keep_s:
+            self._snapshots.keep(is_final=may_leave(view, self._config.node))
+        await self._node.membership.leave(keep_s)
         if unkillable is not None:
             raise unkillable
         if result is not None:
@@ -307,6 +368,7 @@ class Participation:
         Raises:
             JobFailed: it has not.
         """
+        self._is_kept = not result.succeeded
         if not result.succeeded:
             raise JobFailed(result.message)
         if self._config.is_recorded:
@@ -380,6 +442,11 @@ class Participation:
                 self._config.grace_s,
             )
         return self._is_overdue
+
+
+def described_time(time_s: float) -> str:
+    """Return a time in the unit in which it is a round number."""
+    return f"{time_s / 60:g} min" if time_s >= 60 else f"{time_s:g} s"
 
 
 def describe_outage(outage: str, failure: Failure | None, waits_s: float) -> str:

@@ -6,8 +6,8 @@ that was connected, or an agent of another name answers there, the agent is cert
 whoever notices may revoke its lease. A new leader had no connection before: there the port of the
 node's snapshot server has to refuse as well, for nothing is committed unless servers reach each
 other. Everything else proves nothing, and is left to the lease: a host that does not answer, a port
-that has never accepted this observer (a firewall may be what refuses), a peer that speaks another
-version, one with another secret.
+that has never accepted this observer (a firewall may be what refuses), a server that waits for the
+node's next agent, a peer that speaks another version, one with another secret.
 
 What a node has sealed changes at every step and matters to the leader only, so it is sent over
 these connections and not through the coordinator, where every write costs a majority's disks.
@@ -34,7 +34,12 @@ from typing import Protocol as Structure
 from typing import TypeAlias
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeRecord, NodeReport
+from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
+    Member,
+    NodeRecord,
+    NodeReport,
+)
 from keepstep.transport import (
     AuthenticationFailed,
     Codec,
@@ -306,7 +311,9 @@ class PeerConnections:
                     f"tcp:{peer.agent}", PROTOCOL, self._identity, handshake_s=_HANDSHAKE_S
                 )
             except PeerRefused:
-                is_dead = reached.is_set() or await _refuses_as_server(peer)
+                is_dead = reached.is_set() or (
+                    isinstance(peer, NodeRecord) and await has_lost_memory(peer)
+                )
                 return _Observation.DEAD if is_dead else _Observation.UNKNOWN
             except PeerTimeout:
                 # An agent that is not admitted yet sends its name all the same.
@@ -400,9 +407,9 @@ async def probe(peer: Reached) -> bool | None:
             return None
 
 
-async def _refuses_as_server(peer: Peer) -> bool:
-    """Whether nobody listens where a node's snapshot server, which ends with its agent, was."""
-    if not isinstance(peer, NodeRecord) or not peer.server.startswith("tcp:"):
+async def has_lost_memory(peer: NodeRecord | Member) -> bool:
+    """Whether nobody listens where a node's snapshot server was, and so its memory is gone."""
+    if not peer.server.startswith("tcp:"):
         return False
     try:
         await identify(peer.server, PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)

@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import logging
 import os
-import socket
+import select
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +26,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     AlreadyStored,
     CommitSnapshot,
     EndPersist,
+    EndServer,
     Fence,
     FinishProtection,
     NodeHoldings,
@@ -44,9 +47,11 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     RestoreChecked,
     ServerEvent,
     Serving,
+    TakeOutput,
     Verify,
 )
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
+from keepstep.elastic.agent.kept_state import CONTROL_SOCKET
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.records import (
@@ -57,10 +62,11 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.notices import notices_blocked
 from keepstep.processes import module_command
-from keepstep.transport import StreamConnection, TransportError
+from keepstep.transport import Identity, StreamConnection, TransportError, listen, open_stream
 
 log = logging.getLogger("keepstep")
 
+_OUTPUT = 2
 _START_S = 120.0
 """One that ends is noticed at once; on a machine that is overloaded, imports take long."""
 _END_S = 5.0
@@ -86,25 +92,44 @@ SnapshotEvent: TypeAlias = (
 ControlConnection: TypeAlias = StreamConnection[AgentRequest, AgentReply | ServerEvent]
 
 
+class _ForeignProcess:
+    """A process that another one has started, as far as `subprocess.Popen` has the same."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        poll.poll()
+
+
 class SnapshotProcess:
-    """One snapshot server. Made by `start`; `close` ends it, and frees all that it holds.
+    """One snapshot server, made by `start` or found by `attach`; `close` ends it, or leaves it.
 
     Attributes:
         local_address: where this node's workers reach the server.
         address: where other nodes reach it.
         memory_nbytes: the memory that it uses, as last reported.
+        committed: the newest snapshot that it knows as committed, as last reported.
         secret: whoever knows it may use the server.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | _ForeignProcess,
         control: ControlConnection,
         directory: Path,
         node: str,
         workers: int,
         secret: bytes,
         on_event: Callable[[SnapshotEvent], None],
+        address: str = "",
     ) -> None:
         self.secret = secret
         self._process = process
@@ -117,14 +142,14 @@ class SnapshotProcess:
         self._publishing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._publishing.set_result(None)
         self._published_snapshot: SnapshotId | None = None
-        self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sealed: set[SnapshotId] = set()
         self._protected: set[SnapshotId] = set()
         self._closing = False
         self._receiving = asyncio.create_task(self._receive_all())
         self.local_address = f"unix:{directory / 'snapshots.sock'}"
-        self.address = ""
+        self.address = address
         self.memory_nbytes = 0
+        self.committed = SnapshotId(0, -1)
 
     @classmethod
     async def start(
@@ -136,58 +161,78 @@ class SnapshotProcess:
         secret: bytes,
         on_event: Callable[[SnapshotEvent], None],
         limits: RateLimits,
+        keep_s: float = 0.0,
     ) -> SnapshotProcess:
         """Start a server and wait until it serves.
 
         Args:
             node: this node's name.
             workers: how many ranks the node has.
-            directory: where the server makes its Unix socket.
+            directory: private, for Unix sockets.
             host: the address of this node that other nodes reach.
             secret: the job's.
             on_event: called when a snapshot is sealed and protected here, when a restored state
                 has been checked, when a part of a checkpoint is written or has failed to be, and
                 when the server has died.
             limits: of the server's sending and writing during training.
+            keep_s: how long it keeps what it holds without an agent.
 
         Raises:
             JobFailed: it does not start.
         """
-        own_end, server_end = socket.socketpair()
-        (directory / "snapshots.sock").unlink(missing_ok=True)
-        with server_end, notices_blocked():
+        for name in ("snapshots.sock", CONTROL_SOCKET):
+            (directory / name).unlink(missing_ok=True)
+        with listen(f"unix:{directory / CONTROL_SOCKET}") as control, notices_blocked():
             process = subprocess.Popen(  # noqa: ASYNC220 - takes milliseconds, once
                 module_command(
                     "keepstep.checkpoint.snapshot.server.server", "--directory", str(directory),
-                    "--host", host, "--node", node, "--control", str(server_end.fileno()),
+                    "--host", host, "--node", node, "--control", str(control.fileno()),
                     "--parent", str(os.getpid()), "--ranks", str(workers),
                     "--exchange-limit", str(limits.exchange),
-                    "--storage-limit", str(limits.storage),
+                    "--storage-limit", str(limits.storage), "--keep", str(keep_s),
                 ),
                 stdin=subprocess.PIPE,
-                pass_fds=(server_end.fileno(),),
+                pass_fds=(control.fileno(),),
                 start_new_session=True,
             )  # fmt: skip
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(secret.hex().encode() + b"\n")
-        control: ControlConnection = StreamConnection.over_pair(
-            own_end, CONTROL_PROTOCOL.client, f"the snapshot server of node {node}"
-        )
-        self = cls(process, control, directory, node, workers, secret, on_event)
         try:
-            async with asyncio.timeout(_START_S):
-                self.address = await self._serving
-        except (TimeoutError, SnapshotUnavailable) as error:
-            await self.close()
+            connection, serving = await _connect(directory, node, secret)
+        except BaseException as error:
+            # Nothing waits for it: the next server of this directory must not find this one there.
+            process.kill()
+            process.wait()
+            if not isinstance(error, ServerGone):
+                raise
             raise JobFailed(
                 f"the snapshot server of node {node} did not start (its output is above)"
             ) from error
-        except asyncio.CancelledError:
-            # Nothing waits for it: the next server of this directory must not find this one there.
-            process.kill()
-            await self.close()
-            raise
+        return cls(process, connection, directory, node, workers, secret, on_event, serving.address)
+
+    @classmethod
+    async def attach(
+        cls,
+        node: str,
+        workers: int,
+        directory: Path,
+        secret: bytes,
+        on_event: Callable[[SnapshotEvent], None],
+    ) -> SnapshotProcess:
+        """Go on with a server that another agent has left; arguments as for `start`.
+
+        Raises:
+            ServerGone: it has ended, or does not answer.
+        """
+        connection, serving = await _connect(directory, node, secret)
+        try:
+            process = _ForeignProcess(serving.pid)
+        except OSError as error:
+            connection.close()
+            raise ServerGone(f"the snapshot server of node {node} is gone: {error}") from error
+        self = cls(process, connection, directory, node, workers, secret, on_event, serving.address)
+        await self._ask(TakeOutput(), _OUTPUT)
         return self
 
     @property
@@ -303,10 +348,18 @@ class SnapshotProcess:
                 f"{attempt.request.url} did not take the manifest within {_PUBLISH_S:.0f} s"
             ) from None
 
-    async def close(self) -> None:
-        """End the server: it ends when its control connection closes."""
+    async def close(self, *, keep: bool = False) -> None:
+        """End the server, or leave it to the next agent with what it holds."""
         self._closing = True
+        if not keep:
+            with suppress(TransportError, TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    end = AgentRequest(number=next(self._numbers), command=EndServer())
+                    await self._control.send(end)
         self._control.close()
+        if keep:
+            self._receiving.cancel()
+            return
         try:
             await asyncio.wait_for(asyncio.to_thread(self._process.wait), _END_S)
         except TimeoutError:
@@ -331,7 +384,7 @@ class SnapshotProcess:
             retention=request.retention,
         )
 
-    async def _ask(self, command: AgentCommand) -> None:
+    async def _ask(self, command: AgentCommand, descriptor: int | None = None) -> None:
         """Have a command carried out, and note what the server holds then.
 
         Raises:
@@ -346,7 +399,8 @@ class SnapshotProcess:
         limit_s = _ANSWER_S + self.memory_nbytes / _ANSWER_NBYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
-                await self._control.send(AgentRequest(number=number, command=command))
+                request = AgentRequest(number=number, command=command)
+                await self._control.send(request, descriptor)
                 await reply
         except TransportError as error:
             raise self._gone() from error
@@ -365,9 +419,7 @@ class SnapshotProcess:
             while (message := await self._control.receive()) is not None:
                 self._on_message(message)
         finally:
-            waiting: tuple[asyncio.Future[Any], ...] = (
-                self._serving, self._publishing, *self._replies.values()
-            )  # fmt: skip
+            waiting: tuple[asyncio.Future[Any], ...] = (self._publishing, *self._replies.values())
             for future in waiting:
                 if not future.done():
                     future.set_exception(self._gone())
@@ -387,8 +439,6 @@ class SnapshotProcess:
                     reply.set_exception(SnapshotUnavailable(result.reason))
                 else:
                     reply.set_result(None)
-            case Serving(address=address):
-                self._serving.set_result(address)
             case Protected(snapshot=snapshot, nbytes=nbytes):
                 self._sealed.add(snapshot)
                 self._protected.add(snapshot)
@@ -409,6 +459,7 @@ class SnapshotProcess:
         }
         self._protected = set(holdings.protected)
         self.memory_nbytes = holdings.nbytes
+        self.committed = holdings.committed
 
     def _is_awaited(self, snapshot: SnapshotId) -> bool:
         """Whether the manifest of this snapshot is waited for, and not one given up before."""
@@ -416,6 +467,41 @@ class SnapshotProcess:
 
     def _gone(self) -> ServerGone:
         return ServerGone(f"the snapshot server of node {self._node} is gone")
+
+
+async def _connect(directory: Path, node: str, secret: bytes) -> tuple[ControlConnection, Serving]:
+    """Connect to the server of a directory, and wait until it serves.
+
+    Raises:
+        ServerGone: it has ended, or does not answer.
+    """
+    connection: ControlConnection | None = None
+    try:
+        async with asyncio.timeout(_START_S):
+            connection = await open_stream(
+                f"unix:{directory / CONTROL_SOCKET}",
+                CONTROL_PROTOCOL,
+                Identity(node, secret),
+                handshake_s=_START_S,
+            )
+            serving = await connection.receive()
+        if not isinstance(serving, Serving):
+            raise ServerGone(f"the snapshot server of node {node} is gone")
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, TransportError | TimeoutError):
+            raise ServerGone(f"the snapshot server of node {node}: {error}") from error
+        raise
+    return connection, serving
+
+
+async def end_left_server(directory: Path, node: str, secret: str) -> None:
+    """End a server that another agent has left, and wait for its end."""
+    with suppress(ServerGone):
+        key = bytes.fromhex(secret)
+        server = await SnapshotProcess.attach(node, 1, directory, key, lambda _: None)
+        await server.close()
 
 
 def stored_part(event: Persisted | AlreadyStored | PersistFailed) -> dict[str, Any]:

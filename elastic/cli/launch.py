@@ -77,12 +77,13 @@ def launch(**options: Any) -> int:
         **_settings(options["rdzv_conf"]),
     )
     workers = parse_workers(options["nproc_per_node"])
+    keep_s = parse_time("--keep-state", options["keep_state"])
     limits = RateLimits(
         parse_rate("--exchange-limit", options["exchange_limit"]),
         parse_rate("--storage-limit", options["storage_limit"]),
     )
     allow_all_descriptors()
-    return asyncio.run(_launch(options, command, policy, workers, limits))
+    return asyncio.run(_launch(options, command, policy, workers, limits, keep_s))
 
 
 def parse_nodes(text: str, name: str = "--nnodes") -> tuple[int, int]:
@@ -125,6 +126,22 @@ def parse_rate(name: str, text: str | None) -> int:
     if not bytes_per_s:
         raise UsageError(f"{name} {text}: give bytes per second, such as 500MB or 2GB")
     return bytes_per_s
+
+
+def parse_time(name: str, text: str) -> float:
+    """Return the seconds in `90s`, `30m`, `2h` or `0`.
+
+    Args:
+        name: name of the option, for the error message.
+        text: the option's value.
+
+    Raises:
+        UsageError: the text has another form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|0", text.strip())
+    if match is None:
+        raise UsageError(f"{name} {text}: give a time such as 90s, 30m or 2h, or 0")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match[1] else 0.0
 
 
 def parse_workers(text: str) -> int:
@@ -217,6 +234,7 @@ async def _launch(
     policy: RendezvousPolicy,
     workers: int,
     limits: RateLimits,
+    keep_s: float,
 ) -> int:
     async with AsyncExitStack() as stack:
         try:
@@ -248,6 +266,7 @@ async def _launch(
             policy=policy,
             workers=workers,
             limits=limits,
+            keep_s=keep_s,
             environment=environment,
             directory=directory,
             fork_server=fork_server,

@@ -281,6 +281,14 @@ _SECRET_FILE = click.option(
     "from memory; a second time at the same step ends the job. Longer than an evaluation takes; "
     "0: no limit.",
 )
+@_torch_option(
+    "--keep-state",
+    metavar="TIME",
+    default="5m",
+    show_default=True,
+    help="How long the newest snapshot stays in memory after a run that has not succeeded, such as "
+    "90s, 30m or 2h: the same line, run again, goes on from it. 0: it ends with the run.",
+)
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),

@@ -1,7 +1,7 @@
 """Runs this node's agent for `keepstep run`, once the command line is understood.
 
-It connects to the coordinator or starts one, names the node, and runs the agent, again after each
-eviction from which the node may return.
+It connects to the coordinator or starts one, names the node, finds what the node's last agent has
+left in memory, and runs the agent, again after each eviction from which the node may return.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
+from keepstep.elastic.agent.kept_state import (
+    Keeping,
+    KeptState,
+    StateDirectory,
+    choose_state,
+    hold_states,
+)
 from keepstep.elastic.agent.node_name import own_node_name
 from keepstep.elastic.agent.own_host import own_host
 from keepstep.elastic.agent.readmission import (
@@ -28,7 +35,8 @@ from keepstep.elastic.agent.readmission import (
     readmit,
     return_after_eviction,
 )
-from keepstep.elastic.cli.coordinator import coordinator
+from keepstep.elastic.agent.snapshot_process import end_left_server
+from keepstep.elastic.cli.coordinator import Coordinator, coordinator
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.signals import Signals
 from keepstep.elastic.errors import JobFailed, UsageError
@@ -36,7 +44,7 @@ from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.local_jobs import registered
-from keepstep.elastic.worker.messages import Command
+from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.private_files import NotPrivate
 
 log = logging.getLogger("keepstep")
@@ -52,6 +60,7 @@ class NodeStart:
         policy: the job's limits.
         workers: how many workers run here.
         limits: the snapshot server's rates.
+        keep_s: how long what is in memory is kept for the node's next agent.
         environment: the workers' environment.
         directory: private, for sockets and files; removed when the node ends.
         fork_server: forks the workers; None: each is started as a program.
@@ -62,6 +71,7 @@ class NodeStart:
     policy: RendezvousPolicy
     workers: int
     limits: RateLimits
+    keep_s: float
     environment: Mapping[str, str]
     directory: Path
     fork_server: ForkServerProcess | None
@@ -84,17 +94,27 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
         connected = await stack.enter_async_context(
             coordinator(start.options, start.policy.min_nodes, start.directory)
         )
+        host = own_host(connected.address, start.options["local_addr"])
+        line = _line(start, host)
+        left: tuple[StateDirectory, KeptState] | None = None
+        is_unnamed = job is None and connected.is_private
+        if is_unnamed:
+            keeping = Keeping(keep_s=start.keep_s, place=_unnamed_place(start), line=line)
+            left = await _find_left(keeping)
         if job is None:
             # All nodes of a job must find the same name; other jobs of this machine another one.
             suffix = f"-{uuid.uuid4().hex[:6]}" if connected.is_private else ""
-            job = f"{Path(start.command.target).stem}{suffix}"
+            job = left[1].job if left else f"{Path(start.command.target).stem}{suffix}"
         if connected.is_own:
             stack.enter_context(registered(job, connected.address))
-        host = own_host(connected.address, start.options["local_addr"])
         try:
             node = start.options["node"] or stack.enter_context(own_node_name(job))
         except (NotPrivate, OSError) as error:
             raise UsageError(f"no name for this node: {error}; give --node NAME") from error
+        if not is_unnamed:
+            place = _place(connected, job, node)
+            keeping = Keeping(keep_s=start.keep_s, place=place, line=line)
+            left = await _find_left(keeping)
         await readmit(connected.store, job, node, start.directory)
         config = AgentConfig(
             job=job,
@@ -115,6 +135,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             limits=start.limits,
             is_recorded=start.options["monitor"],
             serves_coordinator=connected.is_own,
+            keeping=keeping,
         )
         log.info("job %s on %s", job, connected.address.url)
         if connected.is_own and start.policy.max_nodes > 1:
@@ -125,7 +146,7 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
         failure: JobFailed | None = None
         succeeded = False
         try:
-            succeeded = await _take_part(connected.store, config, start.fork_server, stop)
+            succeeded = await _take_part(connected.store, config, start.fork_server, stop, left)
         except asyncio.CancelledError:
             log.error("interrupted: workers were killed")
             return False
@@ -146,15 +167,38 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
         return succeeded
 
 
+async def _find_left(keeping: Keeping) -> tuple[StateDirectory, KeptState] | None:
+    """Return what the last agent of this place has left, if this one goes on from it.
+
+    Raises:
+        UsageError: the runtime directory cannot be used.
+    """
+    try:
+        found = [(directory, directory.read()) for directory in hold_states(keeping.place)]
+    except (NotPrivate, OSError) as error:
+        raise UsageError(f"what the last run has left cannot be read: {error}") from error
+    chosen, why = choose_state([kept for _, kept in found], keeping)
+    for number, (directory, kept) in enumerate(found):
+        if number != chosen:
+            log.warning("the state of job %s that is kept in memory is dropped: %s", kept.job, why)
+            await end_left_server(directory.path, kept.record.node, kept.secret)
+            directory.remove()
+    return None if chosen is None else found[chosen]
+
+
 async def _take_part(
-    store: Store, config: AgentConfig, fork_server: ForkServerProcess | None, stop: Signals
+    store: Store,
+    config: AgentConfig,
+    fork_server: ForkServerProcess | None,
+    stop: Signals,
+    left: tuple[StateDirectory, KeptState] | None,
 ) -> bool:
     """Run this node's agent, again after each eviction from which it may return.
 
     Returns whether the job has ended; False if the node has left before.
     """
     for returned in itertools.count():
-        agent = Agent(config, store, fork_server)
+        agent = Agent(config, store, fork_server, left if returned == 0 else None)
         running = asyncio.ensure_future(agent.run())
         stop.connect(agent, running)
         if await running:
@@ -194,6 +238,29 @@ async def _serve_others(store: Store, job: str) -> None:
                 "still serving the coordinator for %s; interrupt again to end it, and their job",
                 ", ".join(sorted(view.nodes)),
             )
+
+
+def _place(connected: Coordinator, job: str, node: str) -> str:
+    """Return the name by which the next agent of this node and job finds what this one leaves."""
+    coordinator_name = "" if connected.is_private else connected.address.url
+    return "\0".join((coordinator_name, job, node))
+
+
+def _unnamed_place(start: NodeStart) -> str:
+    """Return that name for a job that has no name of its own, and one node: it is its script."""
+    command = start.command
+    is_file = command.kind is CommandKind.SCRIPT
+    target = str(Path(command.target).resolve()) if is_file else command.target
+    return "\0".join((str(Path.cwd()), command.kind, target, start.options["node"] or ""))
+
+
+def _line(start: NodeStart, host: str) -> str:
+    """Return a digest of what has to be equal so that a run goes on from another one's memory."""
+    parts = (
+        start.command.kind, Path(start.command.target).name, *start.command.arguments,
+        start.workers, host, start.limits,
+    )  # fmt: skip
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
 def _digest(command: Command, policy: RendezvousPolicy) -> str:

@@ -84,7 +84,7 @@ def reason_to_close(
         )
     again = _joined_again(generation, present)
     if again is not None:
-        return Closing(number, f"{again} lost its lease and joined again", True, wall_s)
+        return Closing(number, f"{again} joined again", True, wall_s)
     for record in present:
         if record.node in view.evictions:
             return Closing(

@@ -77,15 +77,36 @@ class AwaitPredecessor:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitHolders:
+    """Another node may be about to restore the job, or is still leaving it: read again later."""
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """The name is free: take a lease and write the record."""
 
 
-JoinStep = RemoveFinishedJob | RestoreJob | AwaitPredecessor | Join
+JoinStep = RemoveFinishedJob | RestoreJob | AwaitPredecessor | AwaitHolders | Join
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """An agent goes on with the view that the last one of its node has left.
+
+    `may_restore`: no other node can have gone on with the job since then, and lost it again.
+    """
+
+    may_restore: bool
 
 
 def next_join_step(
-    keys: Keys, view: View, record: NodeRecord, held: View | None = None
+    keys: Keys,
+    view: View,
+    record: NodeRecord,
+    held: View | None = None,
+    restart: Restart | None = None,
+    *,
+    may_wait: bool = False,
 ) -> JoinStep:
     """Return a node's next step to become a member.
 
@@ -96,13 +117,27 @@ def next_join_step(
             with another one when it joined.
         record: the node's record.
         held: the view of the node when it was a member last; None if it was none.
+        restart: set if that was an agent before this one.
+        may_wait: whether other nodes may still be waited for.
 
     Raises:
         UsageError: the job's name is taken by a job that runs something else, or the coordinator
             holds an older copy of the job than this node.
     """
-    if held is not None and is_forgotten(view, held):
+    ended = view.result
+    is_own_end = ended is not None and held is not None and held.secret == view.secret
+    if held is not None and is_own_end and restart is not None and may_resume(view, held):
         return RestoreJob(transactions.restore_job(keys, view, held))
+    # A member of that run learns how it ended; others may still leave it, or restore it.
+    may_go_on = is_own_end if restart is not None else not is_own_end and view.is_kept
+    if may_go_on and may_wait and ended is not None and not ended.succeeded:
+        return AwaitHolders()
+    if ended is None and held is not None and is_forgotten(view, held):
+        # Over an older view, which somebody else has restored, every member may.
+        if restart is None or restart.may_restore or view.generation is not None:
+            return RestoreJob(transactions.restore_job(keys, view, held))
+        if may_wait:
+            return AwaitHolders()
     is_copy = held is not None and not was_restored(view, held)
     if held is not None and is_copy and held.secret == view.secret and goes_back(view, held):
         raise UsageError(
@@ -111,7 +146,8 @@ def next_join_step(
             f"older copy. Delete the keys under {keys.prefix} while this node runs, and the job "
             "goes on from what its nodes hold; or start it again to go on from storage"
         )
-    if view.result is not None and not view.nodes:
+    is_member = is_own_end and restart is None
+    if ended is not None and not view.nodes and (ended.succeeded or not is_member):
         return RemoveFinishedJob(transactions.remove_finished_job(keys, view))
     for joined in view.nodes.values():
         if joined.record.digest != record.digest:
@@ -123,6 +159,20 @@ def next_join_step(
     if record.node in view.nodes:
         return AwaitPredecessor(view.nodes[record.node].record)
     return Join()
+
+
+def may_resume(view: View, held: View) -> bool:
+    """Whether a failed run of the job, which all nodes have left, goes on from a node's view of it.
+
+    It does not if others have gone on without that node before they failed.
+    """
+    ended = view.result
+    return (
+        ended is not None
+        and not ended.succeeded
+        and not view.nodes
+        and held.generation_number >= max(ended.kept, view.generation_number)
+    )
 
 
 def goes_back(view: View, held: View) -> bool:

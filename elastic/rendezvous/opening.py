@@ -159,7 +159,7 @@ def open_next_generation(
     lost = _holders_that_may_return(view, committed, resume)
     if lost:
         # When the coordinator was away for long, all leases end at the same time.
-        # One whose agent has ended does not come back, and its memory has gone with it.
+        # One whose agent and snapshot server have ended does not come back with what it held.
         names = ", ".join(holder.node for holder in lost)
         leader_state, until_s = wait(leader_state, f"return of {names}", now_s, policy.return_s)
         if now_s < until_s:

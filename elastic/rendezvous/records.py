@@ -673,7 +673,11 @@ class Pause(Record):
 
 @dataclass(frozen=True, slots=True)
 class Result(Record):
-    """How the job ended."""
+    """How the job ended.
+
+    `kept`: the generation in which it failed, where its nodes keep the state in memory for a while.
+    """
 
     succeeded: bool
     message: str
+    kept: int = 0

@@ -37,6 +37,7 @@ from keepstep.elastic.rendezvous.records import (
     Limits,
     NodeRecord,
     RestartRequest,
+    Result,
     StoreFailure,
 )
 from keepstep.elastic.rendezvous.view import Keys, View, apply
@@ -158,6 +159,37 @@ def remove_job(keys: Keys, view: View, node: str, created: int) -> Transaction:
     return Transaction(
         (Created(keys.node(node), created), _unchanged(keys, view, "last_join")),
         (Delete(keys.prefix, prefix=True),),
+    )
+
+
+def keep_failed_job(keys: Keys, view: View, node: str, created: int, lease: int) -> Transaction:
+    """Delete a job's keys as its last member, but for the secret and how it ended.
+
+    They stay for as long as a lease: the nodes that return until then restore the others.
+
+    Args:
+        keys: the job's keys.
+        view: all of them.
+        node: the last member.
+        created: revision at which its membership began.
+        lease: ends when no node keeps the job's state any more.
+    """
+    assert view.secret is not None, "a member knows the secret"
+    ended = view.result or Result(False, "ended before the job was over")
+    kept = {
+        "secret": view.secret,
+        "result": replace(ended, kept=view.generation_number).encode(),
+    }
+    return Transaction(
+        (Created(keys.node(node), created), _unchanged(keys, view, "last_join")),
+        (
+            *(Delete(keys.single(name)) for name in view.revisions if name not in kept),
+            *(Delete(keys.placement(number)) for number in view.placements),
+            Delete(keys.chunk(), prefix=True),
+            Delete(keys.restart(), prefix=True),
+            Delete(keys.eviction(""), prefix=True),
+            *(Put(keys.single(name), value, lease) for name, value in kept.items()),
+        ),
     )
 
 

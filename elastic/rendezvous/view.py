@@ -173,7 +173,7 @@ class View:
     revisions: Mapping[str, int] = field(default_factory=dict)
     """At which revision each job-wide document was last written; without those that are absent."""
     gone: frozenset[str] = frozenset()
-    """Addresses of agents that the leader itself has found to have ended."""
+    """Addresses of agents that have ended with what their nodes held, as the leader has found."""
 
     @property
     def generation_revision(self) -> int:
@@ -191,6 +191,11 @@ class View:
         return self.generation is not None and (
             self.generation_revision == self.revisions.get("secret")
         )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the job has failed, and its nodes keep its state in memory."""
+        return self.result is not None and self.result.kept > 0
 
     @property
     def leader(self) -> str | None:

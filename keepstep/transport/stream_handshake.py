@@ -10,7 +10,14 @@ import asyncio
 import secrets
 import socket
 
-from keepstep.transport.addresses import TcpAddress, parse_address, peer_name, prepare, unreachable
+from keepstep.transport.addresses import (
+    UnixAddress,
+    parse_address,
+    peer_name,
+    prepare,
+    socket_name,
+    unreachable,
+)
 from keepstep.transport.blocking_handshake import HANDSHAKE_S, ended_in_handshake
 from keepstep.transport.errors import ConnectionLost, PeerTimeout, PeerUnavailable, VersionMismatch
 from keepstep.transport.handshake import NONCE_NBYTES, AuthenticatedPeer, Handshake
@@ -33,7 +40,7 @@ async def open_stream(
     *,
     handshake_s: float = HANDSHAKE_S,
 ) -> StreamConnection[ClientT, ServerT]:
-    """Connect to `tcp:HOST:PORT` and authenticate both ways.
+    """Connect to `tcp:HOST:PORT` or `unix:PATH`, and authenticate both ways.
 
     The answering node is `peer_node` of the result: another name than expected means that another
     agent has taken the port. Errors of the handshake have `peer_node` too, as a claim.
@@ -138,9 +145,17 @@ async def _greet(address: str, handshake: Handshake, timeout_s: float) -> socket
 
 async def _connect(address: str) -> socket.socket:
     place = parse_address(address)
-    if not isinstance(place, TcpAddress):
-        raise ValueError(f"{address}: agents reach each other over TCP; use tcp:HOST:PORT")
     loop = asyncio.get_running_loop()
+    if isinstance(place, UnixAddress):
+        raw = socket.socket(socket.AF_UNIX)
+        try:
+            prepare(raw)
+            with socket_name(place.path) as name:
+                await loop.sock_connect(raw, name)
+        except BaseException:
+            raw.close()
+            raise
+        return raw
     candidates = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     last_error = OSError(f"{place.host} has no address")
     for family, kind, number, _, target in candidates:

@@ -4,8 +4,8 @@ Clients are workers of the server's node, ranks elsewhere, and other nodes' serv
 has one reply, in the order of the requests, and any may be `Refused`. Replies whose names end in
 `Bytes` carry their data as the frame's payload.
 
-The agent owns the other end of a socket pair. Its requests are numbered, for the server sends
-events between the replies.
+One agent at a time is connected to the server's control socket. Its requests are numbered, for the
+server sends events between the replies.
 """
 
 from __future__ import annotations
@@ -346,6 +346,14 @@ class ReportHoldings(Message, frozen=True, kw_only=True):
     """Asks for the node's holdings alone; every reply to the agent has them."""
 
 
+class TakeOutput(Message, frozen=True, kw_only=True):
+    """Comes with the descriptor of a later agent's output, which becomes that of the server."""
+
+
+class EndServer(Message, frozen=True, kw_only=True):
+    """Ends the server once it has replied, and frees all that it holds."""
+
+
 AgentCommand: TypeAlias = (
     OpenGeneration
     | Fence
@@ -357,6 +365,8 @@ AgentCommand: TypeAlias = (
     | EndPersist
     | PublishManifest
     | ReportHoldings
+    | TakeOutput
+    | EndServer
 )
 
 
@@ -368,11 +378,15 @@ class AgentRequest(Message, frozen=True, kw_only=True):
 
 
 class NodeHoldings(Message, frozen=True, kw_only=True):
-    """The node's holdings: sealed snapshots, those with complete parity, bytes of memory."""
+    """The node's holdings: sealed snapshots, those with complete parity, bytes of memory.
+
+    `committed` is the newest snapshot that an agent has named as committed.
+    """
 
     sealed: tuple[SealedRanks, ...]
     protected: tuple[SnapshotId, ...]
     nbytes: Count
+    committed: SnapshotId
 
 
 class AgentReply(Message, frozen=True, kw_only=True):
@@ -383,9 +397,10 @@ class AgentReply(Message, frozen=True, kw_only=True):
 
 
 class Serving(Message, frozen=True, kw_only=True):
-    """The server accepts connections; other nodes reach it at this address."""
+    """The first message to an agent: other nodes reach the server, process `pid`, at `address`."""
 
     address: str
+    pid: int
 
 
 class Protected(Message, frozen=True, kw_only=True):
@@ -464,7 +479,7 @@ ServerEvent: TypeAlias = (
 
 CONTROL_PROTOCOL: Protocol[AgentRequest, AgentReply | ServerEvent] = Protocol(
     name="snapshot control",
-    versions=VersionRange(1, 1),
+    versions=VersionRange(2, 2),
     requests=Codec[AgentRequest](AgentRequest),
     replies=Codec[AgentReply | ServerEvent](*get_args(AgentReply | ServerEvent)),
 )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import socket
+import os
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.snapshot.memory.messages import (
-    CONTROL_PROTOCOL,
     AgentCommand,
     AgentReply,
     AgentRequest,
     CommitSnapshot,
     EndPersist,
+    EndServer,
     Fence,
     FinishProtection,
     NodeHoldings,
@@ -25,6 +26,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Refused,
     ReportHoldings,
     ServerEvent,
+    TakeOutput,
     Verify,
 )
 from keepstep.checkpoint.snapshot.server.persistence import Persistence
@@ -39,14 +41,24 @@ _DRAIN_TIMEOUT_S = 1.0
 log = logging.getLogger("keepstep")
 
 
-class AgentChannel:
-    """Sends to the agent from any thread, and receives its requests. `close` ends it."""
+AgentConnection: TypeAlias = Connection[AgentReply | ServerEvent, AgentRequest]
 
-    def __init__(self, end: socket.socket) -> None:
-        self._connection: Connection[AgentReply | ServerEvent, AgentRequest] = Connection.over_pair(
-            end, CONTROL_PROTOCOL.server, "agent"
-        )
+
+class AgentChannel:
+    """Sends to the present agent from any thread, and receives its requests.
+
+    What is sent while there is none is dropped: the next agent asks what the server holds.
+    """
+
+    def __init__(self) -> None:
+        self._connection: AgentConnection | None = None
         self._sending = threading.Lock()
+
+    def open(self, connection: AgentConnection, first: ServerEvent) -> None:
+        """Go on with an agent that has connected; `first` is sent before anything else."""
+        with self._sending:
+            self._connection = connection
+            self._send(first)
 
     def send(self, event: ServerEvent) -> None:
         """Send an event. When the agent is gone, `receive` notices it."""
@@ -64,17 +76,37 @@ class AgentChannel:
 
     def receive(self) -> AgentRequest | None:
         """Return the agent's next request; None when it has gone."""
-        return self._connection.receive()
+        assert self._connection is not None, "an agent has connected"
+        try:
+            request = self._connection.receive()
+            if request is not None and isinstance(request.command, TakeOutput):
+                redirect_output(self._connection.take_descriptor())
+        except TransportError as error:
+            log.error("the agent's connection ended: %s", error)
+            return None
+        return request
 
     def close(self) -> None:
-        """End the connection."""
-        self._connection.close()
+        """End the connection, if there is one."""
+        with self._sending:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     def _send(self, message: AgentReply | ServerEvent) -> None:
+        if self._connection is None:
+            return
         try:
             self._connection.send(message)
         except TransportError as error:
             log.debug("the agent is gone: %s", error)
+
+
+def redirect_output(descriptor: int) -> None:
+    """Write to this descriptor from now on, instead of to this process's output; it is closed."""
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    os.close(descriptor)
 
 
 class AgentCommands:
@@ -109,6 +141,11 @@ class AgentCommands:
     def nbytes(self) -> int:
         """The memory that the server uses for snapshots and parity."""
         return self._memory.nbytes + self._protection.nbytes
+
+    @property
+    def has_sealed(self) -> bool:
+        """Whether all ranks of the node have sealed a snapshot that is still held."""
+        return any(len(held.ranks) == self._ranks for held in self._memory.sealed())
 
     def carry_out(self, command: AgentCommand) -> Callable[[], NodeHoldings | Refused]:
         """Carry out a command; what is returned makes the result: what is held, or a refusal."""
@@ -146,7 +183,7 @@ class AgentCommands:
                 self._persistence.end(attempt)
             case PublishManifest(task=task, listings=listings):
                 self._persistence.publish(task, listings)
-            case ReportHoldings():
+            case ReportHoldings() | TakeOutput() | EndServer():
                 pass
 
     def _discard_damaged(self) -> None:
@@ -177,4 +214,5 @@ class AgentCommands:
                 held.snapshot for held in sealed if self._protection.is_protected(held.snapshot)
             ),
             nbytes=self.nbytes,
+            committed=self._memory.committed,
         )

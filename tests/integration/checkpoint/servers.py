@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +32,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ServerEvent,
     Serving,
 )
-from keepstep.transport import Connection
+from keepstep.transport import Connection, Identity, connect, listen
 from tests.adaptive_timeouts import patient
 
 SECRET = b"s" * 32
@@ -42,7 +41,7 @@ _Event = TypeVar("_Event", bound=ServerEvent)
 
 
 class Server:
-    """A server, and the agent's end of its control connection.
+    """A server, and its agent's connection.
 
     Args:
         directory: where its Unix socket is made.
@@ -54,30 +53,41 @@ class Server:
     def __init__(
         self, directory: Path, ranks: int, *options: str, max_descriptors: int | None = None
     ) -> None:
-        own_end, server_end = socket.socketpair()
         limit = [] if max_descriptors is None else ["prlimit", f"--nofile={max_descriptors}"]
-        with server_end:
+        with listen(f"unix:{directory / 'agent.sock'}") as control:
             self.process = subprocess.Popen(
                 [
                     *limit, sys.executable, "-m", "keepstep.checkpoint.snapshot.server.server",
                     "--directory", str(directory), "--host", "127.0.0.1",
-                    "--node", directory.name[:100], "--control", str(server_end.fileno()),
+                    "--node", directory.name[:100], "--control", str(control.fileno()),
                     "--parent", str(os.getpid()), "--ranks", str(ranks), *options,
                 ],
-                stdin=subprocess.PIPE, pass_fds=(server_end.fileno(),),
+                stdin=subprocess.PIPE, pass_fds=(control.fileno(),),
             )  # fmt: skip
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(SECRET.hex().encode() + b"\n")
-        self.control: Connection[AgentRequest, AgentReply | ServerEvent] = Connection.over_pair(
-            own_end, CONTROL_PROTOCOL.client, "server"
-        )
+        self.directory = directory
         self.events: list[ServerEvent] = []
         self.numbers = itertools.count()
+        self.control: Connection[AgentRequest, AgentReply | ServerEvent]
+        self.connect()
+        self.local = f"unix:{directory / 'snapshots.sock'}"
+
+    def connect(self) -> None:
+        """Connect as the first agent, or as another one after that."""
+        identity = Identity(self.directory.name[:100], SECRET)
+        self.control = connect(
+            f"unix:{self.directory / 'agent.sock'}",
+            CONTROL_PROTOCOL,
+            identity,
+            handshake_s=patient(60),
+            idle_s=None,
+        )
         serving = self._receive()
         assert isinstance(serving, Serving)
+        assert serving.pid == self.process.pid
         self.address = serving.address
-        self.local = f"unix:{directory / 'snapshots.sock'}"
 
     def wait_until_protected(self, snapshot: SnapshotId) -> None:
         """Wait for the event that a snapshot is protected; other events before it are dropped."""
@@ -175,7 +185,8 @@ class Cluster:
             if node is None:
                 place = self.directory / f"node{position}"
                 place.mkdir(exist_ok=True)
-                (place / "snapshots.sock").unlink(missing_ok=True)
+                for name in ("snapshots.sock", "agent.sock"):
+                    (place / name).unlink(missing_ok=True)
                 self.nodes[position] = Server(place, self.ranks_per_node, *self.options)
 
     def begin(self, parity: int) -> int:

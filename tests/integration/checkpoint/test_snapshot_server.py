@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from keepstep.checkpoint.snapshot.memory.memory_source import Holder, MemorySour
 from keepstep.checkpoint.snapshot.memory.messages import (
     SNAPSHOT_PROTOCOL,
     EndPersist,
+    EndServer,
     Holdings,
     ListHoldings,
     Persisted,
@@ -362,6 +364,56 @@ def test_the_server_ends_when_its_agent_does(tmp_path: Path) -> None:
     assert server.process.wait(patient(10)) == 0
     assert not psutil.pid_exists(server.process.pid)
     server.close()
+
+
+def seal_one(server: Server) -> SnapshotId:
+    """Have all ranks seal a snapshot."""
+    server.open_generation(1)
+    for rank, (part, box) in enumerate(halves(torch.ones(SHAPE))):
+        take(server, 1, 4, rank, part, box)
+    server.wait_until_protected(SnapshotId(1, 4))
+    return SnapshotId(1, 4)
+
+
+def test_the_server_keeps_what_it_holds_for_the_next_agent(tmp_path: Path) -> None:
+    server = Server(tmp_path, RANKS, "--keep", "600")
+    snapshot = seal_one(server)
+    before = server.holdings()
+    server.control.close()
+    server.connect()
+    assert server.holdings() == before
+    assert snapshot in before.protected
+    server.ask(EndServer())
+    assert server.process.wait(patient(10)) == 0
+
+
+@pytest.mark.parametrize("ending", ["time", "signal"])
+def test_the_server_ends_and_leaves_nothing_if_no_agent_returns(
+    tmp_path: Path, ending: str
+) -> None:
+    directory = tmp_path / "state"
+    directory.mkdir()
+    server = Server(directory, RANKS, "--keep", "0.5" if ending == "time" else "600")
+    seal_one(server)
+    # The agent answers it while there is one.
+    server.process.terminate()
+    server.holdings()
+    server.control.close()
+    deadline_s = time.monotonic() + patient(10)
+    while server.process.poll() is None:
+        assert time.monotonic() < deadline_s
+        if ending == "signal":
+            # It ignores the signal until it has noticed that the agent is gone.
+            server.process.terminate()
+        time.sleep(0.05)
+    assert server.process.returncode == 0
+    assert not directory.exists()
+
+
+def test_the_server_that_holds_nothing_ends_with_its_agent(tmp_path: Path) -> None:
+    server = Server(tmp_path, RANKS, "--keep", "600")
+    server.control.close()
+    assert server.process.wait(patient(10)) == 0
 
 
 def test_a_socket_path_longer_than_the_kernel_allows_is_served(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def script(directory: Path, text: str) -> str:
         (["run", "--nproc-per-node", "0", "elastic/cli/main.py"], "at least 1"),
         (["run", "no-such-script.py"], "does not exist"),
         (["run", "--storage-limit", "fast", "elastic/cli/main.py"], "such as 500MB or 2GB"),
+        (["run", "--keep-state", "5", "elastic/cli/main.py"], "such as 90s, 30m or 2h, or 0"),
         (["run", "--store", "redis://h:1", "elastic/cli/main.py"], "HOST:PORT"),
         (["run", "--store", "http://h:2379", "elastic/cli/main.py"], "give etcd://HOST:PORT"),
         (["status", "--store", "redis://h:1", "--job", "a"], "keepstep://HOST:PORT for one that"),

@@ -28,6 +28,7 @@ def test_a_node_without_a_place_withdraws_at_once_what_its_server_has_freed(
     node.state.entered = 2
     node.worker_group.tell_stored = AsyncMock()
     node.membership.answered_s = 0.0
+    node.config.keeping.keep_s = 0.0
     node.membership.record.generation = generation
     node.membership.record.sealed = (SnapshotId(1, 8), SnapshotId(1, 9))
     snapshots = NodeSnapshots(node, Mock())

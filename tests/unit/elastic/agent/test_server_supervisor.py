@@ -9,6 +9,7 @@ import pytest
 
 from keepstep.elastic.agent import server_supervisor
 from keepstep.elastic.agent.config import AgentConfig
+from keepstep.elastic.agent.kept_state import Keeping
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import ServerGone, SnapshotProcess
 
@@ -16,7 +17,7 @@ from keepstep.elastic.agent.snapshot_process import ServerGone, SnapshotProcess
 class Config:
     """The part of an agent's configuration that a supervisor reads."""
 
-    node, workers, run_directory, host, limits = "a", 1, None, "127.0.0.1", None
+    node, workers, host, limits, keeping = "a", 1, "127.0.0.1", None, Keeping()
 
 
 class Server:
@@ -30,7 +31,7 @@ class Server:
         if not self.is_alive or self.is_closed:
             raise ServerGone("it is gone")
 
-    async def close(self) -> None:
+    async def close(self, *, keep: bool = False) -> None:
         self.is_closed = True
 
 

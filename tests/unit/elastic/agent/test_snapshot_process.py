@@ -40,12 +40,14 @@ def test_what_is_protected_just_after_a_reply_is_not_forgotten(tmp_path: Path) -
         await asyncio.sleep(0)
         request = server.receive()
         assert request is not None
-        held = NodeHoldings(sealed=(SealedRanks(before, (0,)),), protected=(before,), nbytes=1)
+        sealed = (SealedRanks(before, (0,)),)
+        held = NodeHoldings(sealed=sealed, protected=(before,), nbytes=1, committed=before)
         server.send(AgentReply(number=request.number, result=held))
         server.send(Protected(snapshot=after, nbytes=2))
         await asked
         assert process.sealed == process.protected == (before, after)
         assert process.memory_nbytes == 2
+        assert process.committed == before
         server.close()
         await process.close()
 

@@ -8,10 +8,12 @@ from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
 from keepstep.elastic.rendezvous import invariants, transactions
 from keepstep.elastic.rendezvous.join_protocol import (
+    AwaitHolders,
     AwaitPredecessor,
     Join,
     Lease,
     RemoveFinishedJob,
+    Restart,
     RestoreJob,
     joining_again,
     keeps_state,
@@ -36,7 +38,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, apply
-from keepstep.elastic.store.contract import Change, KeyValue, Modified, Put
+from keepstep.elastic.store.contract import Change, Delete, KeyValue, Modified, Put
 from tests.unit.elastic.node_records import record_of
 
 KEYS = Keys("job")
@@ -140,6 +142,64 @@ def test_nothing_is_restored_where_the_keys_were_deleted_or_a_generation_is_open
     assert next_join_step(KEYS, other_run, RECORD, held) == Join()
     assert next_join_step(KEYS, View(revision=1), RECORD, None) == Join()
     assert next_join_step(KEYS, View(revision=1), RECORD, View(revision=9)) == Join()
+
+
+def kept_run(held: View, kept: int) -> View:
+    """Return the keys of a failed run that all nodes have left, as the last of them kept them."""
+    ended = Result(False, "it raised", kept)
+    revisions = {"secret": 120, "result": 120}
+    return View(revision=125, secret=held.secret, result=ended, revisions=revisions)
+
+
+def test_failed_run_goes_on_from_the_view_of_an_agent_that_is_started_again() -> None:
+    held, restart = held_view(3), Restart(may_restore=False)
+    found = kept_run(held, 3)
+    step = next_join_step(KEYS, found, RECORD, held, restart, may_wait=True)
+    assert isinstance(step, RestoreJob)
+    (transaction,) = step.transactions
+    assert Delete(KEYS.single("result")) in transaction.operations
+    # Its lease no longer ends the job's secret.
+    assert Put(KEYS.single("secret"), held.secret or b"") in transaction.operations
+    assert Modified(KEYS.single("result"), 120) in transaction.conditions
+
+
+def test_failed_run_does_not_go_on_from_an_older_view_or_without_a_person() -> None:
+    held, restart = held_view(3), Restart(may_restore=True)
+    # Others went on without this node: one of them may come.
+    later = kept_run(held, 4)
+    assert next_join_step(KEYS, later, RECORD, held, restart, may_wait=True) == AwaitHolders()
+    step = next_join_step(KEYS, later, RECORD, held, restart)
+    assert isinstance(step, RemoveFinishedJob)
+    # A member that had lost its lease learns how the job ended.
+    assert next_join_step(KEYS, kept_run(held, 3), RECORD, held, may_wait=True) == Join()
+    # A newcomer waits for those who hold the state, and then begins again.
+    assert next_join_step(KEYS, later, RECORD, may_wait=True) == AwaitHolders()
+    assert isinstance(next_join_step(KEYS, later, RECORD), RemoveFinishedJob)
+    # Nobody holds anything of a job that has succeeded.
+    done = replace(later, result=Result(True, "done"))
+    step = next_join_step(KEYS, done, RECORD, held, restart, may_wait=True)
+    assert isinstance(step, RemoveFinishedJob)
+
+
+def test_agent_that_is_started_again_lets_the_others_leave_first() -> None:
+    held, restart = held_view(3), Restart(may_restore=True)
+    leaving = {"b": JoinedNode(replace(RECORD, node="b"), 100)}
+    found = replace(kept_run(held, 0), nodes=leaving)
+    assert next_join_step(KEYS, found, RECORD, held, restart, may_wait=True) == AwaitHolders()
+    assert next_join_step(KEYS, found, RECORD, held, restart) == Join()
+
+
+def test_new_coordinator_learns_the_job_from_nodes_without_which_nobody_went_on() -> None:
+    held = held_view(3)
+    new = View(revision=1)
+    step = next_join_step(KEYS, new, RECORD, held, Restart(may_restore=True), may_wait=True)
+    assert isinstance(step, RestoreJob)
+    other = Restart(may_restore=False)
+    assert next_join_step(KEYS, new, RECORD, held, other, may_wait=True) == AwaitHolders()
+    assert next_join_step(KEYS, new, RECORD, held, other) == Join()
+    assert not keeps_state(new, held.secret, held)
+    older = restored_by_another(opened=False)
+    assert isinstance(next_join_step(KEYS, older, RECORD, held, other), RestoreJob)
 
 
 def test_node_does_not_join_an_older_copy_of_its_job() -> None:

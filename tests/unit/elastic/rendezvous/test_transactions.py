@@ -35,7 +35,7 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.rendezvous.transactions import Operation
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
-from keepstep.elastic.store.contract import Created, Modified, Put
+from keepstep.elastic.store.contract import Created, Delete, Modified, Put
 from tests.unit.elastic.node_records import record_of
 
 KEYS = Keys("job")
@@ -137,6 +137,25 @@ def test_removal_and_restart_requests_depend_on_what_was_read() -> None:
     assert done.conditions == (
         Created(KEYS.node("a"), 3), Modified(KEYS.single("generation"), 4)
     )  # fmt: skip
+
+
+def test_last_member_of_a_failed_job_leaves_its_secret_and_its_end_for_as_long_as_a_lease() -> None:
+    ended = Result(False, "it raised")
+    view = replace(VIEW, result=ended, revisions={**VIEW.revisions, "result": 9})
+    left = transactions.keep_failed_job(KEYS, view, "a", 3, lease=11)
+    assert left.conditions == (
+        Created(KEYS.node("a"), 3), Modified(KEYS.single("last_join"), 3)
+    )  # fmt: skip
+    written = {o.key: o for o in left.operations if isinstance(o, Put)}
+    kept = replace(ended, kept=VIEW.generation_number)
+    assert written == {
+        KEYS.single("secret"): Put(KEYS.single("secret"), VIEW.secret or b"", lease=11),
+        KEYS.single("result"): Put(KEYS.single("result"), kept.encode(), lease=11),
+    }
+    deleted = {o.key for o in left.operations if isinstance(o, Delete)}
+    assert deleted >= {KEYS.single(name) for name in VIEW.revisions if name != "secret"}
+    # etcd refuses a transaction that writes what it deletes.
+    assert not any(key.startswith(gone) for key in written for gone in deleted)
 
 
 @pytest.mark.parametrize("limit", ["operations", "nbytes"])

@@ -24,6 +24,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ClientRequest,
     CommitSnapshot,
     EndPersist,
+    EndServer,
     Fence,
     FinishProtection,
     Holdings,
@@ -64,6 +65,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     ShardBox,
     StripeBytes,
     Table,
+    TakeOutput,
     Verify,
 )
 from keepstep.transport import MalformedMessage
@@ -122,9 +124,11 @@ COMMANDS: list[AgentCommand] = [
     EndPersist(attempt="9-1a"),
     PublishManifest(task=TASK, listings=(PartListing("parts/0.json", 100, 7, 2**64 - 1),)),
     ReportHoldings(),
+    TakeOutput(),
+    EndServer(),
 ]
 EVENTS: list[ServerEvent] = [
-    Serving(address="tcp:[::1]:9"),
+    Serving(address="tcp:[::1]:9", pid=1),
     Protected(snapshot=SNAPSHOT, nbytes=2**40),
     RestoreChecked(snapshot=SNAPSHOT, nbytes=7, differing=("model/w",), is_wrong=True),
     Persisted(
@@ -163,7 +167,7 @@ def test_commands_arrive_as_they_were_sent(command: AgentCommand) -> None:
         AgentReply(number=7, result=Refused(reason="no")),
         AgentReply(
             number=7,
-            result=NodeHoldings(sealed=HELD, protected=(SNAPSHOT,), nbytes=9),
+            result=NodeHoldings(sealed=HELD, protected=(SNAPSHOT,), nbytes=9, committed=SNAPSHOT),
         ),
     ],
     ids=lambda message: type(message).__name__,
