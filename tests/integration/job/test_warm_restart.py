@@ -423,6 +423,11 @@ def test_state_of_another_line_is_dropped_and_said_so(runs: Runs) -> None:
 def test_nothing_is_kept_if_the_option_says_so(runs: Runs) -> None:
     runs.edit(RAISES_AT=5)
     assert runs.start().wait(patient(120)) == 1
+    (server,) = runs.processes()
+    # Whoever reads the output of the run, as `tee` does, waits for its end.
+    runs.wait_for(
+        lambda: {os.readlink(f"/proc/{server.pid}/fd/{n}") for n in (1, 2)} == {os.devnull}
+    )
     runs.keep = "0"
     assert runs.start().wait(patient(120)) == 1
     assert "is dropped: --keep-state is 0" in runs.output(1)
