@@ -1,6 +1,6 @@
 """Claims about TRL's trainers under keepstep: processes and nodes are lost.
 
-TRL is no dependency. It was tried in an environment that has trl 1.16 and datasets 5.2.
+It was tried with trl 1.16 and datasets 5.2, in an environment of the extra `trl`.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.frameworks.framework_jobs import check, run_and_kill, run_undisturbed
 
-pytest.importorskip("trl", reason="TRL is not installed: pip install --no-deps trl datasets")
+pytest.importorskip("trl", reason="TRL is not installed: pip install '.[trl]'")
 
 SCRIPT = "trl_trainer.py"
 
