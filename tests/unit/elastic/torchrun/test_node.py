@@ -20,6 +20,7 @@ from keepstep.elastic.torchrun.node import TorchrunNode
 from keepstep.elastic.torchrun.rounds import Closed, TimedOut
 from keepstep.elastic.torchrun.settings import Settings, parse_settings
 from keepstep.elastic.torchrun.workers import Place
+from keepstep.elastic.worker.launched_session import VARIABLE
 from tests.adaptive_timeouts import patient
 
 pytestmark = pytest.mark.slow
@@ -28,9 +29,9 @@ KEYS = Keys("job")
 Scenario = Callable[[Callable[["Nodes"], Awaitable[None]]], None]
 
 
-def settings(nodes: tuple[int, int], **config: object) -> Settings:
+def settings(nodes: tuple[int, int], workers: int | None = 1, **config: object) -> Settings:
     limits = {"last_call_timeout": patient(60), "lease_ttl_s": 8.0, "join_timeout": patient(60)}
-    return parse_settings("h:1", "job", nodes, None, limits | config, {}, 1)
+    return parse_settings("h:1", "job", nodes, None, limits | config, {}, workers)
 
 
 class Nodes:
@@ -41,7 +42,7 @@ class Nodes:
         self.store = MemoryStore()
         self.nodes: dict[str, TorchrunNode] = {}
 
-    async def open(self, name: str, nodes: tuple[int, int], **config: object) -> TorchrunNode:
+    async def open(self, name: str, nodes: tuple[int, int], **config: Any) -> TorchrunNode:
         directory = self._directory / f"{name}-{len(list(self._directory.iterdir()))}"
         directory.mkdir()
         node = await TorchrunNode.open(
@@ -237,6 +238,16 @@ def test_job_of_other_settings_is_refused_under_the_same_name(scenario: Scenario
         with pytest.raises(UsageError, match="already running something else on node a"):
             await other.enter()
         assert not await nodes.nodes["a"].reason_to_restart(1)
+
+    scenario(work)
+
+
+def test_workers_find_the_agents_socket_unless_their_number_is_unknown(scenario: Scenario) -> None:
+    async def work(nodes: Nodes) -> None:
+        protected = await nodes.open("a", (2, 2))
+        assert VARIABLE in protected.environment
+        unprotected = await nodes.open("b", (2, 2), workers=None)
+        assert unprotected.environment == {}
 
     scenario(work)
 
