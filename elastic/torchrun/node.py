@@ -119,9 +119,8 @@ class TorchrunNode:
             JobFailed: the snapshot server does not start.
             InvariantViolated: the job's keys break an invariant.
         """
-        if self._workers.generation == self._entered:
-            # Else they have ended already, and the next round may have begun for that.
-            self._workers.end(1)
+        # Those of the next round may be waited for already, since the last ones have ended.
+        self._workers.end(1, self._entered)
         limit_s = self._config.policy.quorum_timeout_s
         since_s = time.monotonic()
         while not self._running.done():

@@ -214,13 +214,22 @@ class TorchrunWorkers(WorkerGroup):
             None,
         )
 
-    def end(self, code: int) -> None:
-        """Take note that all processes have ended; a code above 0: one of them has failed."""
+    def end(self, code: int, up_to: int | None = None) -> None:
+        """Take note that all processes have ended; a code above 0: one of them has failed.
+
+        Args:
+            code: their exit status.
+            up_to: the newest generation of which torchrun had started any; None: the present one.
+        """
         alive = [worker for worker in self.workers.values() if worker.is_alive]
-        if code and alive and not self._is_draining:
-            self._record_failure(FailureKind.RESTART, f"workers on {self._node} have failed")
         for worker in alive:
             assert isinstance(worker, TorchrunWorker)
+            assert worker.assignment is not None
+            generation = worker.assignment.generation
+            if up_to is not None and generation > up_to:
+                continue
+            if code and generation == self.generation and not self._is_draining:
+                self._record_failure(FailureKind.RESTART, f"workers on {self._node} have failed")
             worker.end(code)
         self._wake()
 

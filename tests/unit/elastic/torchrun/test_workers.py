@@ -225,6 +225,30 @@ def test_exit_with_success_is_no_failure_and_torchrun_says_of_which_workers_it_i
     play(tmp_path, work)
 
 
+def test_node_that_has_no_place_any_more_waits_for_the_end_of_its_workers(tmp_path: Path) -> None:
+    """It learns of the generation that goes on without it before it has drained."""
+
+    async def work(torchrun: Torchrun) -> None:
+        workers = torchrun.workers
+        await torchrun.enter()
+        standing_by = asyncio.create_task(workers.enter_as_spare(5))
+        await until(lambda: workers.restart_is_due)
+        workers.end(1, 4)
+        await standing_by
+        assert workers.failure is None
+
+    play(tmp_path, work)
+
+
+def test_round_that_has_begun_is_not_ended_with_the_last_one(tmp_path: Path) -> None:
+    async def work(torchrun: Torchrun) -> None:
+        await torchrun.enter()
+        torchrun.workers.end(1, 3)
+        assert all(worker.is_alive for worker in torchrun.workers.workers.values())
+
+    play(tmp_path, work)
+
+
 def test_failure_that_only_torchrun_has_seen_is_the_reason_of_the_next_round(
     tmp_path: Path,
 ) -> None:
