@@ -33,8 +33,11 @@ _NOT_THE_USERS = (
     "<string>",
     str(Path(keepstep.__file__).parent) + "/",
     sysconfig.get_path("stdlib") + "/",
-    # The libraries through which keepstep reaches S3.
-    *(f"{sysconfig.get_path('purelib')}/{name}/" for name in ("botocore", "urllib3")),
+    # The libraries through which keepstep reaches storages.
+    *(
+        f"{sysconfig.get_path('purelib')}/{name}/"
+        for name in ("adlfs", "aiohttp", "azure", "botocore", "fsspec", "urllib3")
+    ),
 )
 
 

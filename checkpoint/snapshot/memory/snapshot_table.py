@@ -438,7 +438,8 @@ def _choose_buffer(
         raise MemoryShort(
             f"a snapshot of rank {key[1]} needs {nbytes / 2**20:.0f} MiB and the node has "
             f"{available_nbytes / 2**20:.0f} MiB left; use snapshot_every=... less often, fewer "
-            "workers or more memory"
+            "workers or more memory, and see whether another job's state is kept here (keepstep "
+            "snapshot server in ps)"
         )
     held = ShardBuffer(table.next_buffer, nbytes, adopted=adopted)
     shards = {**table.shards, key: held}

@@ -136,7 +136,8 @@ class ParityMemory:
                 # Without what is left: this is tried again and again, and logged once.
                 raise MemoryShort(
                     f"parity needs {capacity / 2**20:.0f} MiB, which the node does not have left; "
-                    f"use larger groups (--group-size) or less parity (--parity)"
+                    "use larger groups (--group-size) or less parity (--parity), and see whether "
+                    "another job's state is kept here (keepstep snapshot server in ps)"
                 )
             return self._budget.create(capacity)
 

@@ -37,11 +37,11 @@ def failure_of(directory: Path, code: str) -> BaseException:
 
 def test_error_that_explains_itself_is_shown_with_the_line_of_the_script_only() -> None:
     with pytest.raises(CheckpointError) as seen:
-        open_storage("ftp://host/x")
+        open_storage("nonsense://host/x")
     text = traceback_of(without_launcher(seen.value))
     assert "test_script_failure.py" in text
     assert "storage.py" not in text
-    assert text.endswith("ftp:// is not supported; use a path, file://, s3:// or gs://\n")
+    assert "nonsense:// is not supported; use a path, file://" in text
 
 
 def test_what_keepstep_caught_is_not_shown_and_one_line_says_all(tmp_path: Path) -> None:
