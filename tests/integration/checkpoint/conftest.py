@@ -86,7 +86,7 @@ def gcs() -> Iterator[str]:
             data=f'{{"name": "{bucket}"}}'.encode(),
             headers={"Content-Type": "application/json"},
         )
-        urllib.request.urlopen(request, timeout=30).close()
+        urllib.request.urlopen(request, timeout=patient(30)).close()
         yield f"gs://{bucket}"
 
 
@@ -138,7 +138,7 @@ def _served(command: Sequence[str], port: int, directory: Path | None = None) ->
 
 
 def _accepts(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=patient(1)):
         return True
     return False
 

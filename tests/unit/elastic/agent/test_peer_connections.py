@@ -139,8 +139,12 @@ async def acting(*visits: Visit) -> AsyncIterator[int]:
         finally:
             writer.close()
 
-    async with await asyncio.start_server(serve, HOST, 0) as server:
+    server = await asyncio.start_server(serve, HOST, 0)
+    try:
         yield server.sockets[0].getsockname()[1]
+    finally:
+        # From Python 3.12 on `async with` waits for the visitors, who may wait for this end.
+        server.close()
 
 
 async def send_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
