@@ -22,7 +22,7 @@ check: lint
 # Much of a job's test is waiting for processes: four tests run side by side on two cores.
 # A job has ten processes: where Python shall keep no bytecode, each compiles all sources again.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not campaign' \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not campaign and not frameworks' \
 		--numprocesses 4 --dist worksteal --durations 50
 
 # Searches for faults that no test has: random faults, walks through layouts, random bytes,

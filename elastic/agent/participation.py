@@ -341,6 +341,8 @@ class Participation:
         view = self._node.membership.view
         result = view.result
         has_failed = result is not None and not result.succeeded
+        # Read now: of workers that have ended nothing is.
+        step = self._node.worker_group.step
         unkillable: JobFailed | None = None
         try:
             await self._node.worker_group.stop(0.0 if has_failed else 1.0)
@@ -353,6 +355,7 @@ class Participation:
         self._is_kept = is_kept(result, view, self._config.node)
         keep_s = self._config.keeping.keep_s if self._is_kept and self._held else 0.0
         if keep_s:
+            self._node.membership.update(step=step)
             self._snapshots.keep(is_final=may_leave(view, self._config.node))
         await self._node.membership.leave(keep_s)
         if unkillable is not None:

@@ -347,7 +347,7 @@ def test_cp_copies_a_checkpoint_completely_or_fails(run7: Path, tmp_path: Path) 
             ("rm", "{run7}", "--keep-last", "1", "--keep-best", "1", "small", "min"),
             "numbers there: loss",
         ),
-        (("ls", "ftp://host/x"), "not supported"),
+        (("ls", "nonsense://host/x"), "not supported"),
     ],
 )
 def test_an_error_is_one_line_and_a_nonzero_status(

@@ -19,7 +19,10 @@ transformers = pytest.importorskip("transformers")
 SCRIPT = "hugging_face_trainer.py"
 OPTIONS = {"epochs": 10, "dropout": 0.0}
 FSDP2 = {"fsdp2": {"activation_checkpointing": True, "cpu_ram_efficient_loading": True}}
-LAYOUTS = pytest.mark.parametrize("layout", [{}, FSDP2], ids=["DDP", "FSDP2"])
+LAYOUTS = pytest.mark.parametrize(
+    "layout",
+    [pytest.param({}, id="DDP"), pytest.param(FSDP2, id="FSDP2", marks=pytest.mark.frameworks)],
+)
 
 
 @LAYOUTS
@@ -57,6 +60,7 @@ def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(
 
 
 @LAYOUTS
+@pytest.mark.frameworks
 def test_folder_of_trainer_is_resumed_where_keepstep_has_nothing(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:

@@ -191,6 +191,7 @@ def test_script_that_failed_and_was_edited_goes_on_from_memory(
         runs.edit(RAISES_AT=None)
         output = runs.finish(*options)
         assert 12 <= int(kept[1]) == resumed_step(output) <= 14
+        assert f"; {14 - int(kept[1])} step" in output
         assert runs.losses() == undisturbed[way]
         assert runs.files() == []
         assert runs.processes() == []
