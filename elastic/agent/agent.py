@@ -7,11 +7,12 @@ import asyncio
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
-from keepstep.elastic.agent.kept_state import KeptState, StateDirectory
 from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
+from keepstep.elastic.agent.state_directory import StateDirectory
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.agent.worker_group import WorkerGroup
+from keepstep.elastic.rendezvous.kept_state import KeptState
 from keepstep.elastic.store.contract import Store
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
-from keepstep.elastic.agent.kept_state import Keeping
+from keepstep.elastic.rendezvous.kept_state import Keeping
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker.messages import Command
 

@@ -21,13 +21,6 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Protected,
     RestoreChecked,
 )
-from keepstep.elastic.agent.kept_state import (
-    KeptState,
-    StateDirectory,
-    record_to_go_on,
-    view_to_go_on,
-    view_to_keep,
-)
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import (
@@ -36,10 +29,18 @@ from keepstep.elastic.agent.snapshot_process import (
     SnapshotProcess,
     stored_part,
 )
+from keepstep.elastic.agent.state_directory import StateDirectory
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.actions import Publish
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, is_over, next_part
 from keepstep.elastic.rendezvous.commits import HOLD_S, next_commit
+from keepstep.elastic.rendezvous.kept_state import (
+    KeptState,
+    is_news,
+    record_to_go_on,
+    view_to_go_on,
+    view_to_keep,
+)
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
     NodeRecord,
@@ -74,6 +75,7 @@ class NodeSnapshots:
         """When the first came that the view has not confirmed since, in monotonic seconds."""
         self._part_attempt: PartAttempt | None = None
         self._kept: KeptState | None = None
+        self._has_failed_to_keep = False
 
     @property
     def server(self) -> SnapshotProcess:
@@ -147,17 +149,25 @@ class NodeSnapshots:
             view=replace(kept_view, pause=None) if is_final else kept_view,
             may_restore=is_final or config.serves_coordinator,
         )
-        if is_final or self._kept is None or _is_news(self._kept, kept):
+        if is_final or self._kept is None or is_news(self._kept, kept):
             try:
                 directory.write(kept)
             except OSError as error:
-                log.warning("what is in memory is not kept for the next agent: %s", error)
-            self._kept = kept
+                if not self._has_failed_to_keep:
+                    log.warning("what is in memory is not kept for the next agent: %s", error)
+                self._kept, self._has_failed_to_keep = None, True
+            else:
+                self._kept, self._has_failed_to_keep = kept, False
 
     def _adopt(self) -> None:
         """Announce a new server, to which nothing has been passed on yet."""
         self._committed, self._part_attempt, self._kept = None, None, None
         self._node.membership.update(server=self.server.address)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the next agent of this node would find what is in memory."""
+        return self._kept is not None
 
     @property
     def due_s(self) -> float | None:
@@ -323,17 +333,3 @@ class NodeSnapshots:
             await self.server.publish(attempt, action.parts)
         except SnapshotUnavailable as error:
             raise JobFailed(str(error)) from error
-
-
-def _is_news(written: KeptState, kept: KeptState) -> bool:
-    """Whether the next agent would go on otherwise.
-
-    What is committed within a generation is not among it: the server knows that.
-    """
-    names = ("secret", "generation", "checkpoint", "scale", "pause", "result")
-
-    def essence(state: KeptState) -> tuple[object, ...]:
-        revisions = tuple(state.view.revisions.get(name) for name in names)
-        return revisions, state.view.evictions, state.record.generation
-
-    return essence(written) != essence(kept)

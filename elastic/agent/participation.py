@@ -23,7 +23,6 @@ from keepstep.elastic.agent.action_log import log_departure
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.generation_follower import GenerationFollower
-from keepstep.elastic.agent.kept_state import KeptState, StateDirectory, is_kept
 from keepstep.elastic.agent.local_node import LocalNode
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.node_snapshots import NodeSnapshots
@@ -31,6 +30,7 @@ from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnectio
 from keepstep.elastic.agent.record_updates import RecordUpdates
 from keepstep.elastic.agent.snapshot_process import ServerGone
 from keepstep.elastic.agent.standstill import StandstillWatch
+from keepstep.elastic.agent.state_directory import StateDirectory
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import (
@@ -43,6 +43,7 @@ from keepstep.elastic.errors import (
 from keepstep.elastic.node.state import drained_on_joining
 from keepstep.elastic.rendezvous.decide import may_leave
 from keepstep.elastic.rendezvous.join_protocol import Restart
+from keepstep.elastic.rendezvous.kept_state import KeptState, is_kept
 from keepstep.elastic.rendezvous.records import Failure, FailureKind, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Store
@@ -239,7 +240,8 @@ class Participation:
         """The snapshots that are left in memory for the next agent if this one ends now."""
         supervisor = self._snapshots.supervisor
         may_keep = bool(self._config.keeping.keep_s) and supervisor.has_server
-        return supervisor.server.sealed if may_keep and not supervisor.has_died else ()
+        is_found = may_keep and self._snapshots.are_kept and not supervisor.has_died
+        return supervisor.server.sealed if is_found else ()
 
     async def _join(self) -> None:
         """Become a member, with a snapshot server of the job that answers."""

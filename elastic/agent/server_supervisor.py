@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable
 
 from keepstep.elastic.agent.config import AgentConfig
-from keepstep.elastic.agent.kept_state import StateDirectory
 from keepstep.elastic.agent.snapshot_process import (
     ServerDied,
     ServerGone,
     SnapshotEvent,
     SnapshotProcess,
 )
+from keepstep.elastic.agent.state_directory import StateDirectory
 from keepstep.elastic.errors import JobFailed
 from keepstep.private_files import NotPrivate
 

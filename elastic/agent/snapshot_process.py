@@ -51,7 +51,7 @@ from keepstep.checkpoint.snapshot.memory.messages import (
     Verify,
 )
 from keepstep.checkpoint.snapshot.server.limits import RateLimits
-from keepstep.elastic.agent.kept_state import CONTROL_SOCKET
+from keepstep.elastic.agent.state_directory import CONTROL_SOCKET
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.records import (

@@ -21,13 +21,6 @@ from keepstep.checkpoint.snapshot.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
-from keepstep.elastic.agent.kept_state import (
-    Keeping,
-    KeptState,
-    StateDirectory,
-    choose_state,
-    hold_states,
-)
 from keepstep.elastic.agent.node_name import own_node_name
 from keepstep.elastic.agent.own_host import own_host
 from keepstep.elastic.agent.readmission import (
@@ -36,10 +29,12 @@ from keepstep.elastic.agent.readmission import (
     return_after_eviction,
 )
 from keepstep.elastic.agent.snapshot_process import end_left_server
+from keepstep.elastic.agent.state_directory import StateDirectory, hold_states
 from keepstep.elastic.cli.coordinator import Coordinator, coordinator
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.signals import Signals
 from keepstep.elastic.errors import JobFailed, UsageError
+from keepstep.elastic.rendezvous.kept_state import Keeping, KeptState, choose_state
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Store

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint.format.layout.snapshot_id import SnapshotId
-from keepstep.elastic.agent.kept_state import (
-    CONTROL_SOCKET,
+from keepstep.elastic.agent.state_directory import CONTROL_SOCKET, StateDirectory, hold_states
+from keepstep.elastic.rendezvous.kept_state import (
     Keeping,
     KeptState,
-    StateDirectory,
     choose_state,
-    hold_states,
     is_kept,
     record_to_go_on,
     view_to_go_on,
@@ -60,6 +58,24 @@ def test_what_is_left_is_read_as_it_was_written_without_other_nodes() -> None:
     assert KeptState.decode(KEPT.encode()) == KEPT
     assert KEPT.view.nodes == {}
     assert KEPT.view.generation == VIEW.generation
+
+
+def test_what_cannot_be_written_leaves_nothing_older(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next agent would go back to a generation that the server has left behind."""
+    directory = StateDirectory.create()
+    directory.write(KEPT)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("keepstep.elastic.agent.state_directory.write_file", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        directory.write(replace(KEPT, line="2"))
+    with pytest.raises(FileNotFoundError):
+        directory.read()
+    directory.remove()
 
 
 def test_state_is_held_by_one_agent_at_a_time_and_found_by_its_place(runtime: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from keepstep.elastic.agent import server_supervisor
 from keepstep.elastic.agent.config import AgentConfig
-from keepstep.elastic.agent.kept_state import Keeping
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import ServerGone, SnapshotProcess
+from keepstep.elastic.rendezvous.kept_state import Keeping
 
 
 class Config:
