@@ -79,8 +79,9 @@ def plan_fills(
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
-            "Pass strict=False to fill only the tensors that both have, convert=True to convert "
-            "data types where no value is lost except by rounding. Shapes must agree, except for "
+            "`checkpoint.load` takes strict=False to fill only the tensors that both have, and "
+            "convert=True to convert data types where no value is lost except by rounding; a job "
+            "begins from another one's checkpoint by start_from=. Shapes must agree, except for "
             "the padding of tensors whose logical shape is the same, see "
             "Descriptions(padding=...), and for parameters named in resize=[...]"
         )

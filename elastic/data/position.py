@@ -121,8 +121,9 @@ class IndexedPass:
             f"the job is {batch - stored.begin} batches into a pass over {stored.samples} samples "
             f"with global_batch={stored.global_batch}, and the pass is now over {self.samples} "
             f"samples with global_batch={self.global_batch}, so its position means other samples; "
-            "give the same dataset and global_batch, and others only to a later pass, or begin a "
-            "new job with keepstep.join(start_from=...) and another checkpoint="
+            "give the same dataset and global_batch, and others only to a later pass, or begin "
+            "another job: with another checkpoint= (start_from= takes the model from this one), "
+            "and with --keep-state 0 while the last run is still in memory"
         )
 
 

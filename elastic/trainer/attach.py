@@ -104,6 +104,7 @@ def attach(
     )
     optimizers = _all_of(optimizer, Optimizer, "optimizer")
     schedulers = _all_of(scheduler, LRScheduler, "scheduler")
+    _check_schedulers(schedulers, optimizers)
     state = State(model, lambda _: optimizers, extra=extra or {}, descriptions=descriptions,
                   config=config)  # fmt: skip
     device = _device_of(model)
@@ -168,6 +169,17 @@ def _session(checkpoint: str | None) -> Session:
             "with all optimizers, and put what belongs to other models into extra="
         )
     return session
+
+
+def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
+    # A framework's optimizer may wrap the one that the scheduler drives.
+    attached = {id(it) for own in optimizers for it in (own, getattr(own, "optimizer", own))}
+    for number, scheduler in enumerate(schedulers):
+        if id(scheduler.optimizer) not in attached:
+            raise UsageError(
+                f"attach(scheduler=...): scheduler {number} drives an optimizer that is not among "
+                "those of attach(optimizer=...): give all optimizers that the script steps"
+            )
 
 
 def _check_groups(world_size: int) -> None:

@@ -2,13 +2,10 @@
 
 A file system is written to only if its `pipe_file(mode="create")` is known to be one conditional
 request: that of most others asks first and writes then, so that two writers could commit one step.
-
-It relies on this: an upload that is cut off leaves no object.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,8 +14,8 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from keepstep.checkpoint.format.stored.object_names import PROBE_PREFIX
+from keepstep.checkpoint.errors import CheckpointError, CheckpointMissing
+from keepstep.checkpoint.format.stored.remote import RemoteStorage, scatter
 from keepstep.checkpoint.format.stored.urls import ParsedUrl
 
 T = TypeVar("T")
@@ -35,7 +32,7 @@ _PARALLEL_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class FsspecStorage:
+class FsspecStorage(RemoteStorage):
     """A `Storage` over a file system of fsspec.
 
     Attributes:
@@ -68,42 +65,13 @@ class FsspecStorage:
                 if self.size(name) > offset:
                     raise
                 return 0
-        start = 0
-        for buffer in buffers:
-            piece = data[start : start + buffer.nbytes]
-            buffer[: piece.nbytes] = piece
-            start += piece.nbytes
-        return data.nbytes
-
-    @property
-    def reads_past_cache(self) -> bool:
-        """See `Storage.reads_past_cache`: there is no cache."""
-        return False
-
-    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
-        """See `Storage.read_past_cache`."""
-        return None
-
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        """See `Storage.prefetch`: does nothing, because readers send parallel requests anyway."""
+        return scatter(data, buffers)
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
         self._check_creates()
         with self._translated(f"write {name}", name):
             self.system.pipe_file(self._path(name), b"".join(pieces))
-
-    @property
-    def can_link(self) -> bool:
-        """See `Storage.can_link`: an object has one name."""
-        return False
-
-    def link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.link`."""
-        return False
-
-    def flush(self, names: Sequence[str]) -> None:
-        """See `Storage.flush`: an acknowledged upload is durable."""
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
@@ -115,10 +83,7 @@ class FsspecStorage:
                 pass
             else:
                 return
-        if self.read(name, len(data)) != data:
-            raise CheckpointExists(
-                f"{self.url}: {name} exists already; committed steps are never overwritten"
-            )
+        self.check_created(name, data)
 
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""
@@ -148,10 +113,6 @@ class FsspecStorage:
         names = (path.removeprefix(self.root).strip("/") for path in found)
         return sorted(name for name in names if name.startswith(prefix))
 
-    def unfinished(self) -> Sequence[str]:
-        """See `Storage.unfinished`: an upload that was cut off leaves nothing."""
-        return ()
-
     def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         """See `Storage.directories_with`."""
         with self._translated("list", ""):
@@ -178,12 +139,6 @@ class FsspecStorage:
         """See `Storage.delete_directory`."""
         with self._translated(f"delete {directory}", directory):
             self._listed(lambda: self.system.rm(self._path(directory), recursive=True))
-
-    def probe_writable(self) -> None:
-        """See `Storage.probe_writable`."""
-        name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
-        self.write(name, [b"keepstep"])
-        self.delete(name)
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}".rstrip("/")

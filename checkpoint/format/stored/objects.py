@@ -1,15 +1,12 @@
 """Checkpoints in object stores, by TensorStore's drivers.
 
 In S3 directories are found without TensorStore.
-
-It relies on this: an acknowledged PUT is complete and durable.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,9 +14,9 @@ from typing import Any
 
 import tensorstore
 
-from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.errors import CheckpointError, CheckpointMissing
 from keepstep.checkpoint.format.stored import s3_listing
-from keepstep.checkpoint.format.stored.object_names import PROBE_PREFIX
+from keepstep.checkpoint.format.stored.remote import RemoteStorage, scatter
 from keepstep.checkpoint.format.stored.s3_listing import S3Location
 
 # About 20 seconds in all. The default of 32 retries would make a wrong endpoint look like a hang.
@@ -54,7 +51,7 @@ _MEMORY = tensorstore.Context()
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectStorage:
+class ObjectStorage(RemoteStorage):
     """A `Storage` over a TensorStore key-value store.
 
     A request without an answer for `request_timeout_s` seconds, longer if it carries many bytes, is
@@ -97,41 +94,12 @@ class ObjectStorage:
         if result.state != "value":
             raise CheckpointMissing(f"{self.url}: there is no object {name}")
         data = memoryview(result.value)
-        start = 0
-        for buffer in buffers:
-            piece = data[start : start + buffer.nbytes]
-            buffer[: piece.nbytes] = piece
-            start += piece.nbytes
-        return data.nbytes
-
-    @property
-    def reads_past_cache(self) -> bool:
-        """See `Storage.reads_past_cache`: there is no cache."""
-        return False
-
-    def read_past_cache(self, name: str, buffer: memoryview, offset: int) -> int | None:
-        """See `Storage.read_past_cache`."""
-        return None
-
-    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        """See `Storage.prefetch`: does nothing, because readers send parallel requests anyway."""
+        return scatter(data, buffers)
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
         data = b"".join(pieces)
         self._request(f"write {name}", lambda: self.store.write(name, data), len(data))
-
-    @property
-    def can_link(self) -> bool:
-        """See `Storage.can_link`: an object has one name."""
-        return False
-
-    def link(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.link`."""
-        return False
-
-    def flush(self, names: Sequence[str]) -> None:
-        """See `Storage.flush`: an acknowledged PUT is durable."""
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
@@ -145,10 +113,7 @@ class ObjectStorage:
             )
             if written.generation:
                 return
-        if self.read(name, len(data)) != data:
-            raise CheckpointExists(
-                f"{self.url}: {name} exists already; committed steps are never overwritten"
-            )
+        self.check_created(name, data)
 
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""
@@ -190,10 +155,6 @@ class ObjectStorage:
         listed = self._request("list", lambda: self.store.list(_range(prefix)), _MANY_NBYTES)
         return sorted(name.decode() for name in listed)
 
-    def unfinished(self) -> Sequence[str]:
-        """See `Storage.unfinished`: a PUT that was cut off leaves nothing."""
-        return ()
-
     def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         """See `Storage.directories_with`."""
         if self.s3 is not None:
@@ -218,12 +179,6 @@ class ObjectStorage:
             lambda: self.store.delete_range(_range(f"{directory}/")),
             _MANY_NBYTES,
         )
-
-    def probe_writable(self) -> None:
-        """See `Storage.probe_writable`."""
-        name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
-        self.write(name, [b"keepstep"])
-        self.delete(name)
 
     def _request(self, operation: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
         try:

@@ -228,6 +228,18 @@ def test_a_checkpoint_saves_and_loads(url: str) -> None:
     assert [stored.step for stored in list_steps(open_storage(url))] == [5]
 
 
+@pytest.mark.parametrize("scheme", ["abfs", "abfss"])
+def test_azure_is_one_place_by_each_of_its_schemes(azure: str, scheme: str) -> None:
+    name = uuid.uuid4().hex
+    checkpoint.save(f"{azure}/{name}", {"x": torch.arange(3.0)}, step=5)
+    filled = {"x": torch.zeros(3)}
+    other = f"{azure.replace('az', scheme, 1)}/{name}"
+    assert checkpoint.load(other, filled) == 5
+    assert torch.equal(filled["x"], torch.arange(3.0))
+    with pytest.raises(CheckpointExists):
+        checkpoint.save(other, {"x": torch.zeros(3)}, step=5)
+
+
 def test_a_missing_bucket_is_reported_by_the_probe(s3: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket"

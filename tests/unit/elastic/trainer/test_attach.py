@@ -58,6 +58,9 @@ def test_objects_that_nobody_could_restore_are_refused() -> None:
         keepstep.attach(optimizer, optimizer)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"attach\(optimizer=...\) has one of them twice"):
         keepstep.attach(model, [optimizer, optimizer])
+    other = torch.optim.lr_scheduler.StepLR(model_and_optimizer()[1], 1)
+    with pytest.raises(UsageError, match="scheduler 0 drives an optimizer that is not among"):
+        keepstep.attach(model, optimizer, other)
     with pytest.raises(UsageError, match="2 tensors of the model are on the meta device"):
         keepstep.attach(nn.Linear(2, 2, device="meta"), optimizer)
     with pytest.raises(CheckpointError, match="parameter"):
