@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test integrations-test compat storages-test clean
+.PHONY: setup check test campaign lint docs demo bench gpu mutants convert-test integrations-test clusters-test compat storages-test clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,7 @@ check: lint
 # Much of a job's test is waiting for processes: four tests run side by side on two cores.
 # A job has ten processes: where Python shall keep no bytecode, each compiles all sources again.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not campaign and not frameworks' \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not campaign and not frameworks and not clusters' \
 		--numprocesses 4 --dist worksteal --durations 50
 
 # Searches for faults that no test has: random faults, walks through layouts, random bytes,
@@ -73,6 +73,13 @@ convert-test: setup
 # The frameworks whose loops are attached, each in an environment of its own.
 integrations-test: setup
 	$(BIN)/python -m ops.integrations $(ONLY) --environments $(ENVIRONMENTS) --json
+
+# Slurm's daemons, Kubernetes' manifests, and clouds' notices. Where root runs it, Slurm is installed
+# if it is not there; what is missing all the same is named with the tests that were left out.
+clusters-test: setup
+	-test "$$(id -u)" != 0 || command -v slurmctld slurmd || ! command -v apt-get || \
+		apt-get install --yes --quiet --no-install-recommends slurm-wlm
+	$(BIN)/python -m pytest -m clusters -rs tests/integration/clusters
 
 # Azurite, a server of Azure's interface, from the npm registry; without it its tests are skipped.
 storages-test: setup
