@@ -257,6 +257,12 @@ async def _launch(
         # process, which imports PyTorch meanwhile.
         from keepstep.elastic.cli.node import NodeStart, run_node
 
+        if options["notices"] != "off":
+            from keepstep.elastic.cloud.watch import start_watch
+
+            watch = start_watch(options["notices"], options["grace"], stop.announce)
+            if watch is not None:
+                stack.callback(watch.cancel)
         # Imported modules stay: no garbage collection has to look at them again.
         gc.collect()
         gc.freeze()

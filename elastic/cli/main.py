@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.elastic.cloud.notice import CHOICES
 from keepstep.elastic.errors import ElasticError, UsageError
 from keepstep.monitor.errors import MonitorError
 
@@ -295,6 +296,14 @@ _SECRET_FILE = click.option(
     default=30.0,
     show_default=True,
     help="Seconds to hand over state after SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1.",
+)
+@click.option(
+    "--notices",
+    type=click.Choice(CHOICES),
+    default="off",
+    show_default=True,
+    help="Leave as after SIGTERM before the cloud interrupts or restarts this machine: whose "
+    "metadata service is asked. auto: that of the cloud which the firmware names.",
 )
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

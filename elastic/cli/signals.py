@@ -39,7 +39,7 @@ class Signals:
     the first never does: schedulers send several kinds, one after the other.
 
     Attributes:
-        number: the first that came; None: none has.
+        number: the first that came, SIGTERM for a cloud's notice; None: none has.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,14 @@ class Signals:
         """Let the next signals make an agent leave, or cancel a task that has none."""
         self._agent, self._task = agent, task
 
+    def announce(self) -> None:
+        """Act as on a first SIGTERM; one that comes later is the first of its kind.
+
+        The machine's own shutdown sends it, and must not end the hand-over.
+        """
+        if self.number is None:
+            self._begin(signal.SIGTERM)
+
     def close(self) -> None:
         """Leave the signals to Python again."""
         for number in self._handled:
@@ -69,12 +77,15 @@ class Signals:
         last_s = self._last_s.get(number)
         self._last_s[number] = now_s
         if self.number is None:
-            self.number = number
-            if self._agent is not None:
-                self._agent.ask_to_leave()
-            elif self._task is not None:
-                self._task.cancel()
+            self._begin(number)
             return
         is_again = last_s is not None and now_s > last_s + _SAME_NOTICE_S
         if is_again and number in _INSISTS and self._task is not None:
+            self._task.cancel()
+
+    def _begin(self, number: int) -> None:
+        self.number = number
+        if self._agent is not None:
+            self._agent.ask_to_leave()
+        elif self._task is not None:
             self._task.cancel()

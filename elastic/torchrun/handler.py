@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from signal import SIGTERM
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -56,6 +57,8 @@ _CONNECT_S = 10.0
 _STORE_CONNECT_S = 5.0
 _STORE_TIMEOUT_S = 300.0
 """How long an agent waits for an entry of the torch store, as torchrun's own back ends have it."""
+_GRACE_S = 30.0
+"""How long this node may take to leave: `AgentConfig.grace_s`."""
 _ENTERED = "keepstep/entered"
 _POLL_S, _MOST_POLL_S = 0.005, 0.1
 
@@ -100,6 +103,7 @@ class KeepstepRendezvous(RendezvousHandler):
         self._etcd: EtcdStore | None = None
         self._held = ExitStack()
         self._place: Place | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._reported = 0
 
     def get_backend(self) -> str:
@@ -198,7 +202,17 @@ class KeepstepRendezvous(RendezvousHandler):
         except (NotPrivate, OSError) as error:
             raise UsageError(f"this node cannot be named, or reached by others: {error}") from error
         os.environ.update(self._node.environment)
+        if settings.notices != "off":
+            self._run(self._follow_notices())
         return self._node
+
+    async def _follow_notices(self) -> None:
+        from keepstep.elastic.cloud.watch import start_watch
+
+        # torchrun's own answer to SIGTERM: its workers end, and this node leaves the job.
+        self._watch = start_watch(
+            self._settings.notices, _GRACE_S, partial(os.kill, os.getpid(), SIGTERM)
+        )
 
     def _leave_at_exit(self) -> None:
         try:
@@ -211,6 +225,8 @@ class KeepstepRendezvous(RendezvousHandler):
         self._place = None
         if self._thread is None:
             return
+        if self._watch is not None:
+            self._thread.call(self._watch.cancel)
         if self._node is not None:
             self._run(self._node.leave())
             for name in self._node.environment:
@@ -219,7 +235,7 @@ class KeepstepRendezvous(RendezvousHandler):
             self._run(self._etcd.close())
         self._thread.stop()
         self._held.close()
-        self._thread = self._node = self._etcd = None
+        self._thread = self._node = self._etcd = self._watch = None
 
     def _reason_to_restart(self, place: Place) -> str:
         return self._run(self._node.reason_to_restart(place.generation)) if self._node else ""
@@ -331,6 +347,10 @@ class _LoopThread:
             return future.result()
         finally:
             future.cancel()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Let the loop call a function soon."""
+        self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
         """End the loop and its thread."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keepstep.elastic.cloud.notice import CHOICES
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.store.address import Access, Address, parse_address
 
 _NUMBERS = ("lease_ttl_s", "last_call_timeout", "join_timeout", "timeout")
 _CERTIFICATES = {"ca_cert": "CACERT", "ssl_cert": "CERT", "ssl_cert_key": "KEY"}
-_KNOWN = (*_NUMBERS, "nproc", "parity", *_CERTIFICATES, "secret_file")
+_KNOWN = (*_NUMBERS, "nproc", "parity", *_CERTIFICATES, "secret_file", "notices")
 _NO_ID = ("", "none")
 """torchrun's own value if --rdzv-id is not given."""
 
@@ -32,6 +33,7 @@ class Settings:
         lease_ttl_s: how long after its last sign of life the node is declared gone.
         workers: how many workers torchrun starts on this node; None: that is unknown, so that
             nothing is kept in memory.
+        notices: whose notices are followed, as `keepstep run --notices`.
     """
 
     job: str
@@ -41,6 +43,7 @@ class Settings:
     local_addr: str | None
     lease_ttl_s: float
     workers: int | None
+    notices: str = "off"
 
     @property
     def digest(self) -> str:
@@ -93,6 +96,9 @@ def parse_settings(
     if "nproc" in config:
         workers = _count("nproc", config["nproc"], least=1)
     parity = _count("parity", config.get("parity", 1), least=0)
+    notices = str(config.get("notices", "off"))
+    if notices not in CHOICES:
+        raise UsageError(f"--rdzv-conf notices={notices}: give one of {', '.join(CHOICES)}")
     certificates = {
         f"ETCDCTL_{name}": str(config[key]) for key, name in _CERTIFICATES.items() if key in config
     }
@@ -114,6 +120,7 @@ def parse_settings(
         local_addr=local_addr,
         lease_ttl_s=lease_ttl_s,
         workers=workers,
+        notices=notices,
     )
 
 

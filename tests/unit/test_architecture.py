@@ -168,6 +168,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " elastic.store elastic.worker monitor.node monitor.progress notices private_files"
             " processes transport"
         ),
+        "elastic.cloud": "",
         "elastic.data": "checkpoint.format.layout elastic.errors notices torch_internals",
         "elastic.trainer": (
             "checkpoint.api checkpoint.errors checkpoint.format.layout checkpoint.format.stored"
@@ -181,12 +182,13 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "elastic.cli": (
             "checkpoint.errors checkpoint.snapshot.isal checkpoint.snapshot.server elastic.agent"
-            " elastic.errors"
+            " elastic.cloud elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
             " log_format monitor.contracts monitor.errors notices private_files processes transport"
         ),
         "elastic.torchrun": (
-            "checkpoint.errors checkpoint.snapshot.isal elastic.agent elastic.errors"
+            "checkpoint.errors checkpoint.snapshot.isal elastic.agent elastic.cloud"
+            " elastic.errors"
             " elastic.rendezvous elastic.store elastic.worker log_format monitor.progress"
             " private_files transport"
         ),
@@ -223,6 +225,8 @@ PURE = (
     "checkpoint.format.stored.zarr_metadata",
     "checkpoint.format.stored.pruning",
     "checkpoint.snapshot.memory.snapshot_table",
+    "elastic.cloud.documents",
+    "elastic.cloud.notice",
     "elastic.node",
     "elastic.rendezvous",
     "elastic.torchrun.rounds",

@@ -104,3 +104,10 @@ def test_workers_are_those_of_the_command_line_unless_an_option_says_otherwise()
     unknown = parse_settings("h:1", "run7", (1, 4), None, TIMEOUT, {}, None)
     assert (unknown.workers, unknown.policy.parity) == (None, 0)
     assert (settings().policy.parity, settings(parity="2").policy.parity) == (1, 2)
+
+
+def test_notices_of_a_cloud_are_followed_if_asked_for() -> None:
+    assert settings().notices == "off"
+    assert settings(notices="gcp").notices == "gcp"
+    with pytest.raises(UsageError, match="notices=ibm: give one of off, auto, aws, gcp, azure"):
+        settings(notices="ibm")
