@@ -34,7 +34,7 @@ PROTOCOLS: Mapping[str, tuple[Protocol[Any, Any], str, str, str]] = {
     "snapshot control": (CONTROL_PROTOCOL, "agent", "snapshot server", "Unix socket"),
     "checkpoint writer": (WRITER_PROTOCOL, "rank", "its writing process", "socket pair"),
     "snapshot": (SNAPSHOT_PROTOCOL, "worker or server", "snapshot server", "Unix socket, TCP"),
-    "agent": (peer_connections.PROTOCOL, "agent", "agent", "TCP"),
+    "agent": (peer_connections.PROTOCOL, "agent, `logs`", "agent", "TCP"),
     "doctor": (doctor_messages.PROTOCOL, "doctor", "doctor", "TCP"),
 }
 """Every protocol with its client, its server, and the kind of connection."""

@@ -14,6 +14,7 @@ from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.rendezvous.kept_state import KeptState
 from keepstep.elastic.store.contract import Store
+from keepstep.elastic.worker.log_files import output_directory
 
 
 class Agent:
@@ -54,7 +55,10 @@ class Agent:
             StoreUnavailable: the coordinator is gone.
         """
         agent_listener = await AgentListener.open(
-            self._config.node, self._config.host, max_peers=self._config.policy.max_nodes
+            self._config.node,
+            self._config.host,
+            max_peers=self._config.policy.max_nodes,
+            output_directory=output_directory(self._config.environment),
         )
         try:
             participation = Participation(

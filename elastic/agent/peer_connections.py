@@ -30,9 +30,20 @@ import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol as Structure
 from typing import TypeAlias
 
+from keepstep.elastic.agent.output_files import (
+    ListOutput,
+    OutputFiles,
+    OutputPiece,
+    OutputReader,
+    OutputReply,
+    OutputRequest,
+    ReadOutput,
+)
 from keepstep.elastic.errors import StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
@@ -83,20 +94,22 @@ class Announce(Message, frozen=True, kw_only=True):
     announcement: CommitAnnouncement
 
 
-AgentRequest: TypeAlias = Report | Announce
-_REQUEST = Codec[AgentRequest](Report, Announce)
+AgentRequest: TypeAlias = Report | Announce | OutputRequest
 
 PROTOCOL = Protocol(
     name="agent",
-    versions=VersionRange(2, 2),
-    requests=_REQUEST,
-    replies=_REQUEST,  # Nothing is sent back.
+    versions=VersionRange(2, 3),
+    requests=Codec[AgentRequest](Report, Announce, ListOutput, ReadOutput),
+    replies=Codec[OutputReply](OutputFiles, OutputPiece),
     max_body_nbytes=2**20,
 )
 """Spoken between agents: who connects reports or announces, and both learn of the other's death.
-
-An agent of version 1 knows neither announcements nor the domains of a generation's members.
+`keepstep logs` connects as well, and asks for the workers' output, which agents of version 2 do not
+know.
 """
+
+OUTPUT_PROTOCOL = replace(PROTOCOL, versions=VersionRange(3, 3))
+"""As `keepstep logs` speaks it."""
 
 
 class AgentListener:
@@ -106,23 +119,27 @@ class AgentListener:
     authenticated, and those that wait too long are dropped.
     """
 
-    def __init__(self, node: str, max_peers: int) -> None:
+    def __init__(self, node: str, max_peers: int, output: OutputReader) -> None:
         self._node = node
+        self._output = output
         # A new leader may be connected to by all others at once.
         self._max_pending = max(MAX_PENDING, 2 * max_peers)
         self._secret: bytes | None = None
         self._on_report: Callable[[NodeReport], None] = lambda _: None
         self._on_announcement: Callable[[CommitAnnouncement], None] = lambda _: None
-        self._listener: StreamListener[AgentRequest, AgentRequest]
+        self._listener: StreamListener[AgentRequest, OutputReply]
 
     @classmethod
-    async def open(cls, node: str, host: str, *, max_peers: int = 0) -> AgentListener:
+    async def open(
+        cls, node: str, host: str, *, max_peers: int = 0, output_directory: Path | None = None
+    ) -> AgentListener:
         """Listen on a free port of `host`.
 
         Args:
             node: this node's name.
             host: the address to listen on.
             max_peers: how many agents may connect at the same time.
+            output_directory: of the workers' output; None: it goes to no files.
 
         Raises:
             UsageError: the node's name cannot be sent.
@@ -131,7 +148,7 @@ class AgentListener:
             check_name("a node", node)
         except ValueError as error:
             raise UsageError(f"{error}; choose another --node name") from error
-        self = cls(node, max_peers)
+        self = cls(node, max_peers, OutputReader(output_directory))
         self._listen(f"tcp:{host}:0")
         return self
 
@@ -167,7 +184,8 @@ class AgentListener:
             self._listener.admit(secret)
 
     async def close(self) -> None:
-        """Refuse newcomers, and end every connection."""
+        """Refuse newcomers, and end every connection; readers of output may read its end first."""
+        await self._output.finish()
         await self._listener.close()
 
     def _listen(self, address: str) -> None:
@@ -176,16 +194,27 @@ class AgentListener:
         )
         self._listener.start()
 
-    async def _serve(self, connection: StreamConnection[AgentRequest, AgentRequest]) -> None:
-        while (message := await connection.receive()) is not None:
-            if isinstance(message, Announce):
-                self._on_announcement(message.announcement)
-                continue
-            if message.report.node != connection.peer_node:
-                raise MalformedMessage(
-                    f"{connection.peer}: reported for node {message.report.node}", "Report.report"
-                )
-            self._on_report(message.report)
+    async def _serve(self, connection: StreamConnection[OutputReply, AgentRequest]) -> None:
+        try:
+            while (message := await connection.receive()) is not None:
+                match message:
+                    case Announce():
+                        self._on_announcement(message.announcement)
+                    case Report():
+                        self._take_report(message.report, connection)
+                    case _:
+                        await connection.send(await self._output.answer(connection, message))
+        finally:
+            self._output.forget(connection)
+
+    def _take_report(
+        self, report: NodeReport, connection: StreamConnection[OutputReply, AgentRequest]
+    ) -> None:
+        if report.node != connection.peer_node:
+            raise MalformedMessage(
+                f"{connection.peer}: reported for node {report.node}", "Report.report"
+            )
+        self._on_report(report)
 
 
 class _Observation(enum.Enum):
@@ -349,7 +378,7 @@ class PeerConnections:
         return _Observation.UNKNOWN
 
     async def _stay_connected(
-        self, connection: StreamConnection[AgentRequest, AgentRequest]
+        self, connection: StreamConnection[AgentRequest, OutputReply]
     ) -> None:
         """Send the newest message whenever there is a new one, until the connection ends."""
         unsent = asyncio.Event()
@@ -368,7 +397,7 @@ class PeerConnections:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _send_newest(
-        self, connection: StreamConnection[AgentRequest, AgentRequest], unsent: asyncio.Event
+        self, connection: StreamConnection[AgentRequest, OutputReply], unsent: asyncio.Event
     ) -> None:
         while True:
             await unsent.wait()

@@ -168,7 +168,7 @@ async def _follow(job: JobAddress, once: bool, as_json: bool) -> None:
             await _print(client, keys, once or not as_json, as_json)
             return
         with Live(refresh_per_second=8) as live:
-            async for view in _views_while_it_answers(client, keys):
+            async for view in views_while_it_answers(client, keys):
                 live.update(render(job.name, view, time.time()))
                 if view.result is not None or not view.nodes:
                     return
@@ -176,7 +176,7 @@ async def _follow(job: JobAddress, once: bool, as_json: bool) -> None:
         await client.close()
 
 
-async def _views_while_it_answers(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
+async def views_while_it_answers(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
     """Yield as `views` does, but end when the coordinator has gone; a watch alone would wait.
 
     Raises:
@@ -195,7 +195,7 @@ async def _views_while_it_answers(client: EtcdStore, keys: Keys) -> AsyncIterato
 
 async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> None:
     console = Console()
-    async for view in _views_while_it_answers(client, keys):
+    async for view in views_while_it_answers(client, keys):
         if as_json:
             console.out(json.dumps(summary(view, time.time())), highlight=False)
         else:

@@ -301,10 +301,9 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    has_files = {outputs.redirects, outputs.tee} != {"0"}
-    if has_files and not options["log_dir"]:
+    if outputs.has_files and not options["log_dir"]:
         log.info("workers' output is in %s", directory)
-    if has_files or outputs.shown:
+    if outputs.has_files or outputs.shown:
         environment[OUTPUTS_VARIABLE] = outputs.encode()
     return environment
 

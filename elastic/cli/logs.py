@@ -1,4 +1,4 @@
-"""Implements `keepstep logs`: prints the newest log file of a rank."""
+"""Implements `keepstep logs` for a job that does not run: prints the log files of this folder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.elastic.errors import UsageError
+from keepstep.elastic.store.local_jobs import local_jobs
 from keepstep.elastic.worker.log_files import DEFAULT_DIRECTORY, LogFile, log_files
 
 _CHECK_EVERY_S = 0.5
 _READ_NBYTES = 2**16
 
 
-def print_log(directory: Path, rank: int | None) -> None:
-    """Print a rank's output of the newest generation in which it has a file.
+def print_log(directory: Path, rank: int | None, since: int | None) -> None:
+    """Print a rank's output.
 
     Args:
         directory: of the job's files.
         rank: the rank; None: the lowest that has a file.
+        since: the first generation; None: the newest in which the rank has a file.
 
     Raises:
         UsageError: there is no such file.
     """
-    for file in newest_files(directory, rank):
+    for file in chosen_files(directory, rank, since):
         _print_from(file.path, 0)
 
 
-def follow_log(directory: Path, rank: int | None) -> None:
+def follow_log(directory: Path, rank: int | None, since: int | None) -> None:
     """Follow a rank's output, into later generations too, until interrupted.
 
     Raises:
@@ -39,11 +41,27 @@ def follow_log(directory: Path, rank: int | None) -> None:
     try:
         while True:
             # Older files, too: they may have grown since they were printed last.
-            for path in [*printed, *(file.path for file in newest_files(directory, rank))]:
+            for path in [*printed, *(file.path for file in chosen_files(directory, rank, since))]:
                 printed[path] = _print_from(path, printed.get(path, 0))
             time.sleep(_CHECK_EVERY_S)
     except KeyboardInterrupt:
         return
+
+
+def local_job(job: str | None, root: Path) -> str | None:
+    """Return the name of the job if it runs on this machine; None if it does not.
+
+    Args:
+        job: name of the job; None: the one that wrote last, else the only one that runs here.
+        root: where `keepstep run` was called.
+    """
+    running = {entry.job for entry in local_jobs()}
+    home = root / DEFAULT_DIRECTORY
+    if job is None and any(map(log_files, home.iterdir() if home.is_dir() else ())):
+        job = find_directory(None, root).name
+    if job is None and len(running) == 1:
+        return running.pop()
+    return job if job in running else None
 
 
 def find_directory(job: str | None, root: Path) -> Path:
@@ -69,8 +87,10 @@ def find_directory(job: str | None, root: Path) -> Path:
     return max(written, key=lambda directory: written[directory])
 
 
-def newest_files(directory: Path, rank: int | None) -> list[LogFile]:
-    """Return the files of a rank in the newest generation in which it has any, stdout first.
+def chosen_files(directory: Path, rank: int | None, since: int | None) -> list[LogFile]:
+    """Return the files of a rank: those of each generation together, stdout first.
+
+    They are of the newest generation in which it has any; given `since`, of that and later ones.
 
     Raises:
         UsageError: the rank has none.
@@ -86,11 +106,11 @@ def newest_files(directory: Path, rank: int | None) -> list[LogFile]:
             f"{directory} has no output of rank {chosen}, but of {shown}; another node has it, or "
             "--redirects and --tee name other local ranks"
         )
-    generation = max(file.generation for file in files if file.rank == chosen)
+    own = [file for file in files if file.rank == chosen]
+    first = max(file.generation for file in own) if since is None else since
     return sorted(
-        (file for file in files if (file.rank, file.generation) == (chosen, generation)),
-        key=lambda file: file.path.name,
-        reverse=True,
+        (file for file in own if file.generation >= first),
+        key=lambda file: (file.generation, file.stream == "stderr"),
     )
 
 

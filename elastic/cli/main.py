@@ -318,13 +318,16 @@ def run(**options: Any) -> None:
     sys.exit(launch(**options))
 
 
-@main.command()
-@click.option(
+_STORE = click.option(
     "--store",
     metavar="URL",
     help="The coordinator: etcd://, etcds:// or, for one that keepstep started, keepstep://, and "
     "HOST:PORT. Default: that of the job running on this machine.",
 )
+
+
+@main.command()
+@_STORE
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
 @_SECRET_FILE
 @click.option(
@@ -362,12 +365,7 @@ def status(
 
 
 @main.command()
-@click.option(
-    "--store",
-    metavar="URL",
-    help="The coordinator: etcd://, etcds:// or, for one that keepstep started, keepstep://, and "
-    "HOST:PORT. Default: that of the job running on this machine.",
-)
+@_STORE
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
 @_SECRET_FILE
 @click.option(
@@ -393,28 +391,52 @@ def evict(
 
 
 @main.command()
-@click.option("--job", help="Name of the job.  [default: the one that has written last]")
+@_STORE
+@click.option(
+    "--job",
+    help="Name of the job.  [default: the one that has written last in this folder, else the only "
+    "one running on this machine]",
+)
+@_SECRET_FILE
 @click.option(
     "--rank", type=click.IntRange(min=0), help="The rank.  [default: the lowest with a file]"
 )
-@click.option("--follow", "-f", is_flag=True, help="Go on with what it writes, until Ctrl-C.")
-def logs(job: str | None, rank: int | None, follow: bool) -> None:
-    """Print the newest output of a rank that --redirects or --tee has sent to keepstep-logs/JOB."""
-    from keepstep.elastic.cli.logs import find_directory, follow_log, print_log
-
-    directory = find_directory(job, Path())
-    if follow:
-        follow_log(directory, rank)
-    else:
-        print_log(directory, rank)
-
-
-_STORE = click.option(
-    "--store",
-    metavar="URL",
-    help="The coordinator: etcd://, etcds:// or, for one that keepstep started, keepstep://, and "
-    "HOST:PORT. Default: that of the job running on this machine.",
+@click.option("--node", help="The only node to ask.  [default: all nodes of the job]")
+@click.option(
+    "--since-generation",
+    "since",
+    type=click.IntRange(min=1),
+    metavar="G",
+    help="Print the output of generation G and later ones.  [default: the newest with a file]",
 )
+@click.option("--follow", "-f", is_flag=True, help="Go on with what it writes, until Ctrl-C.")
+def logs(
+    store: str | None,
+    job: str | None,
+    secret_file: Path | None,
+    rank: int | None,
+    node: str | None,
+    since: int | None,
+    follow: bool,
+) -> None:
+    """Print a rank's newest output that --redirects or --tee has sent to files.
+
+    While the job runs, on whichever node the rank is; afterwards from keepstep-logs/JOB here.
+    """
+    from keepstep.elastic.cli.logs import find_directory, follow_log, local_job, print_log
+
+    name = job if store is not None else local_job(job, Path())
+    if store is not None or name is not None:
+        from keepstep.elastic.cli.follow import find_job
+        from keepstep.elastic.cli.job_logs import OutputChoice, print_job_output
+
+        choice = OutputChoice(rank, node, since)
+        print_job_output(find_job(store, name, secret_file), choice, follow=follow)
+        return
+    if node is not None:
+        raise UsageError("--node is for a job that runs; give --store URL if it runs elsewhere")
+    print_files = follow_log if follow else print_log
+    print_files(find_directory(job, Path()), rank, since)
 
 
 @main.command()

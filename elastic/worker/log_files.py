@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from keepstep.elastic.worker.messages import Assignment
 from keepstep.notices import notices_blocked
@@ -66,9 +66,20 @@ class Outputs:
         """Return this as a text for the environment."""
         return json.dumps(asdict(self))
 
+    @property
+    def has_files(self) -> bool:
+        """Whether any worker writes to a file."""
+        return {self.redirects, self.tee} != {"0"}
+
     def is_shown(self, local_rank: int) -> bool:
         """Whether any output of this worker goes to its previous destination."""
         return not self.shown or str(local_rank) in self.shown.split(",")
+
+
+def output_directory(environment: Mapping[str, str]) -> Path | None:
+    """Return the directory of the files that workers with this environment write; None: none."""
+    outputs = Outputs.decode(environment[VARIABLE]) if VARIABLE in environment else None
+    return Path(outputs.directory) if outputs is not None and outputs.has_files else None
 
 
 def chosen_streams(text: str, local_rank: int) -> int:
@@ -88,7 +99,7 @@ def redirect(outputs: Outputs, assignment: Assignment) -> None:
         stream.flush()
         is_shown = outputs.is_shown(local_rank) and bool(tee & bit or not to_files & bit)
         directory = Path(outputs.directory)
-        path = directory / f"generation-{assignment.generation}-rank-{assignment.rank}-{name}.log"
+        path = log_file(directory, assignment.generation, assignment.rank, name)
         if to_files & bit:
             directory.mkdir(parents=True, exist_ok=True)
         if to_files & bit and is_shown:
@@ -121,12 +132,22 @@ class LogFile:
     path: Path
     generation: int
     rank: int
+    stream: Literal["stdout", "stderr"]
+
+
+def log_file(directory: Path, generation: int, rank: int, stream: str) -> Path:
+    """Return the path of the file that has a worker's stdout or stderr."""
+    return directory / f"generation-{generation}-rank-{rank}-{stream}.log"
 
 
 def log_files(directory: Path) -> list[LogFile]:
     """Return the files of workers' output in a directory; none if there is no such directory."""
     matches = ((path, _NAME.fullmatch(path.name)) for path in directory.glob("*.log"))
-    return [LogFile(path, int(match[1]), int(match[2])) for path, match in matches if match]
+    return [
+        LogFile(path, int(match[1]), int(match[2]), "stdout" if match[3] == "out" else "stderr")
+        for path, match in matches
+        if match
+    ]
 
 
 def copies_output(command: Sequence[str]) -> bool:

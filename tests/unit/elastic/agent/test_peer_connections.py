@@ -552,7 +552,7 @@ def test_agent_of_another_version_is_refused_alone_and_not_declared_dead(
 
     later = Protocol(
         name="agent",
-        versions=VersionRange(3, 4),
+        versions=VersionRange(4, 5),
         requests=Codec[Later](Later),
         replies=Codec[Later](Later),
     )

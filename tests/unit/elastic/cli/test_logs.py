@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from click.testing import CliRunner
 
+from keepstep.elastic.agent.output_files import OutputFile
+from keepstep.elastic.cli.job_logs import holders
 from keepstep.elastic.cli.main import main
 
 
@@ -31,6 +34,8 @@ def write(job: str, generation: int, rank: int, stream: str, text: str, at_s: in
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # No job of this user runs here.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
 def test_the_newest_generation_of_the_rank_is_printed() -> None:
@@ -80,3 +85,38 @@ def test_what_is_followed_goes_on_in_a_later_generation() -> None:
             assert following.stdout.readline() == "three\n"
         finally:
             following.kill()
+
+
+def test_output_since_a_generation_is_in_its_order() -> None:
+    for generation in (1, 2, 10):
+        for stream in ("stderr", "stdout"):
+            write("run7", generation, 0, stream, f"{stream} {generation}\n")
+    assert logs("--since-generation", "2") == (
+        0,
+        "stdout 2\nstderr 2\nstdout 10\nstderr 10\n",
+    )
+
+
+def test_a_node_is_named_for_a_job_that_runs_only() -> None:
+    write("run7", 1, 0, "stdout", "")
+    code, output = logs("--node", "a")
+    assert code == 2
+    assert "--node is for a job that runs; give --store" in output
+
+
+def listed(
+    nbytes: int, generation: int = 1, stream: Literal["stdout", "stderr"] = "stdout"
+) -> OutputFile:
+    return OutputFile(generation=generation, rank=0, stream=stream, nbytes=nbytes)
+
+
+def test_a_file_that_nodes_share_is_read_once_where_it_is_longest() -> None:
+    seen = {
+        "a": (listed(5), listed(3, 2, "stderr")),
+        "b": (listed(7), listed(3, 2, "stderr"), listed(1, 2)),
+    }
+    assert list(holders(seen).values()) == [
+        ("b", listed(7)),
+        ("b", listed(1, 2)),
+        ("a", listed(3, 2, "stderr")),
+    ]
