@@ -12,7 +12,7 @@ import click
 
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.elastic.cloud.notice import CHOICES
-from keepstep.elastic.errors import ElasticError, UsageError
+from keepstep.elastic.errors import ElasticError, StoreUnavailable, UsageError
 from keepstep.monitor.errors import MonitorError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
+_EXIT_AWAY = 75
+"""EX_TEMPFAIL of <sysexits.h>: the coordinator does not answer, so another attempt may succeed."""
 _COMMANDS_OF_OTHER_PACKAGES = {
     "ckpt": "keepstep.checkpoint.cli.ckpt",
     "doctor": "keepstep.monitor.cli.doctor",
@@ -51,6 +53,9 @@ class _Commands(click.Group):
         except UsageError as error:
             click.echo(f"keepstep: {error}", err=True)
             sys.exit(_EXIT_USAGE)
+        except StoreUnavailable as error:
+            click.echo(f"keepstep: {error}", err=True)
+            sys.exit(_EXIT_AWAY)
         except (ElasticError, CheckpointError, MonitorError) as error:
             click.echo(f"keepstep: {error}", err=True)
             sys.exit(_EXIT_FAILURE)
