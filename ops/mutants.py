@@ -61,6 +61,10 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "placements": ("elastic/rendezvous/placements.py", _RENDEZVOUS),
     "rank_assignment": ("elastic/rendezvous/rank_assignment.py", _RENDEZVOUS),
     "join_protocol": ("elastic/rendezvous/join_protocol.py", _RENDEZVOUS),
+    "kept_state": (
+        "elastic/rendezvous/kept_state.py",
+        ("tests/unit/elastic/agent/test_kept_state.py",),
+    ),
     "failure_budget": ("elastic/rendezvous/failure_budget.py", _RENDEZVOUS),
     "membership": (
         "elastic/agent/membership.py",

@@ -6,6 +6,7 @@ asks for. Its address is that of the cloud, or the one that the usual variable n
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -102,14 +103,26 @@ class _Aws:
         self._token = ""
 
     async def read(self, session: aiohttp.ClientSession) -> tuple[Notice, ...]:
-        spot = await self._get(session, "spot/instance-action")
-        rebalance = await self._get(session, "events/recommendations/rebalance")
-        maintenance = await self._get(session, "events/maintenance/scheduled")
+        maintenance = functools.partial(read_maintenance, now_s=time.time())
         return (
-            *(read_spot_action(spot) if spot else ()),
-            *(read_rebalance(rebalance) if rebalance else ()),
-            *(read_maintenance(maintenance, time.time()) if maintenance else ()),
+            *await self._read(session, "spot/instance-action", read_spot_action),
+            *await self._read(session, "events/recommendations/rebalance", read_rebalance),
+            *await self._read(session, "events/maintenance/scheduled", maintenance),
         )
+
+    async def _read(
+        self,
+        session: aiohttp.ClientSession,
+        category: str,
+        parse: Callable[[str], tuple[Notice, ...]],
+    ) -> tuple[Notice, ...]:
+        text = await self._get(session, category)
+        try:
+            return parse(text) if text else ()
+        except ValueError as error:
+            # The other categories count nevertheless.
+            what = f"something in {category} that keepstep does not know ({error})"
+            return (Notice(identity=category, what=what, takes_machine=False),)
 
     async def _get(self, session: aiohttp.ClientSession, category: str) -> str:
         """Return a category's document; "": there is none."""

@@ -197,6 +197,18 @@ async def test_maintenance_days_ahead_keeps_the_node_until_shortly_before_and_ma
 
 
 @on_a_loop
+async def test_document_that_nobody_knows_is_named_and_hides_no_other(
+    service: MetadataService, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with watched(Cloud.AWS, caplog) as watch:
+        await asyncio.to_thread(service.serve, MAINTENANCE, '[{"Code": 1}]')
+        await watch.until_line("something in events/maintenance/scheduled that keepstep does not")
+        assert not watch.left
+        await asyncio.to_thread(service.serve, SPOT, spot_interruption(60))
+        await watch.until(lambda: watch.left)
+
+
+@on_a_loop
 async def test_notice_that_was_read_stands_while_the_service_is_away(
     service: MetadataService, caplog: pytest.LogCaptureFixture
 ) -> None:
