@@ -1,7 +1,7 @@
 """Defines the protocols of the monitor daemon's parts; `monitor` therefore never imports `elastic`.
 
 The daemon owns the parts that it is given and closes them. Rings are read and diagnosed on the
-daemon's working thread, so `JobReader` and `Diagnosis` must not block. Alignment, publisher,
+daemon's working thread, so `JobReader.read` and `Diagnosis` must not block. Alignment, publisher,
 enforcer and job status source run on another thread and may block. Each part gets one call at a
 time. An exception is logged with its consequence and the part is called again at the next turn, so
 a defect in one part disables that part only.
@@ -50,6 +50,9 @@ class JobReader(Protocol):
 
     def read(self) -> Sequence[RingReading]:
         """Return the current state of every rank's ring; ranks change with generations."""
+
+    def read_all(self) -> Sequence[RingReading]:
+        """Return everything that the rings hold. May be called on any thread."""
 
     def close(self) -> None:
         """Close the rings. Their writers are not affected."""

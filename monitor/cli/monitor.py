@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep.log_format import log_to_stderr
-from keepstep.monitor.cli.options import Seconds, monitor_url, named
+from keepstep.monitor.cli.options import Seconds, StepRange, monitor_url, named, step_range
 from keepstep.monitor.errors import DumpUnreadable, MonitorError
 from keepstep.monitor.secret import bearer_token, job_secret
 from keepstep.monitor.tree.child_registry import ChildrenFile
@@ -40,6 +40,22 @@ _SECRET = click.option(
     envvar="KEEPSTEP_SECRET_FILE",
     help="File with the job's secret. Default: $KEEPSTEP_SECRET, else a secret of this user on "
     "this machine.",
+)
+
+
+_URL = click.option(
+    "--url",
+    callback=monitor_url,
+    metavar="URL",
+    default=f"http://127.0.0.1:{PORT}",
+    show_default=True,
+    help="The daemon's address.",
+)
+_RECORDED_JOB = click.option(
+    "--job",
+    callback=named,
+    envvar="KEEPSTEP_JOB",
+    help="Name of the job. Default: the only one that is recorded on this machine.",
 )
 
 
@@ -164,21 +180,54 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
         sys.exit(_EXIT_FINDINGS)
 
 
+@monitor.command()
+@click.option(
+    "--steps",
+    callback=step_range,
+    metavar="FIRST:LAST",
+    help="The steps, both included; past ones, or ones to come. Default: the newest ten.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="File to write, NAME.json or NAME.json.gz; with --per-rank a directory.",
+)
+@click.option(
+    "--per-rank",
+    is_flag=True,
+    help="Write one file for each rank, as torch.profiler does and HTA reads them.",
+)
+@_URL
+@_RECORDED_JOB
+@_SECRET
+def trace(
+    steps: StepRange | None,
+    output: Path,
+    per_rank: bool,
+    url: str,
+    job: str | None,
+    secret_file: Path | None,
+) -> None:
+    """Write steps of all ranks as a trace for Perfetto (ui.perfetto.dev).
+
+    The daemon that is asked has all ranks if it is the topmost. Past steps are in the trace as far
+    as the ranks' rings hold them; steps to come are waited for.
+    """
+    from keepstep.monitor.cli.trace import write_trace
+
+    if not per_rank and not output.name.endswith((".json", ".json.gz")):
+        raise click.UsageError(f"{output} must end in .json or .json.gz; so viewers know it")
+    address, name = _daemon_of(url, job)
+    secret = job_secret(name, secret_file)
+    write_trace(address, name, secret, steps, output, is_per_rank=per_rank)
+
+
 @click.command()
-@click.option(
-    "--url",
-    callback=monitor_url,
-    metavar="URL",
-    default=f"http://127.0.0.1:{PORT}",
-    show_default=True,
-    help="The daemon's address.",
-)
-@click.option(
-    "--job",
-    callback=named,
-    envvar="KEEPSTEP_JOB",
-    help="Name of the job. Default: the only one that is recorded on this machine.",
-)
+@_URL
+@_RECORDED_JOB
 @_SECRET
 @click.option(
     "--once",
@@ -188,21 +237,27 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
 def top(url: str, job: str | None, secret_file: Path | None, once: bool) -> None:
     """Show live ranks, steps, step times and verdicts in the terminal."""
     from keepstep.monitor.cli.top import show
+
+    address, name = _daemon_of(url, job)
+    show(address, job_secret(name, secret_file), once=once)
+
+
+def _daemon_of(url: str, job: str | None) -> tuple[str, str]:
+    """Return the address of a daemon and the name of its job, given the options of a command."""
     from keepstep.monitor.telemetry.ring_files import running_jobs
 
     address, _, fragment = url.partition("#")
     if fragment:
         raise click.UsageError(
             "--url has a token, which every user of this machine can see in the list of processes; "
-            "leave it out from the # on: top derives it from the secret (--job, --secret-file)"
+            "leave it out from the # on: it is derived from the secret (--job, --secret-file)"
         )
     running = running_jobs() if job is None else ()
     if len(running) > 1:
         raise click.UsageError(
             f"several jobs are recorded on this machine: {', '.join(running)}; give --job"
         )
-    name = job or (running[0] if running else "default")
-    show(address, job_secret(name, secret_file), once=once)
+    return address, job or (running[0] if running else "default")
 
 
 def _run(

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """Steps from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return f"step {self.first}"
+        return f"steps {self.first} to {self.last}"
 
 
 class Seconds(click.FloatRange):
@@ -48,3 +63,27 @@ def monitor_url(
                 parameter,
             )
     return value
+
+
+def step_range(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> StepRange | None:
+    """Return the steps that FIRST:LAST, or one number, means; click reports any other text."""
+    if value is None:
+        return None
+    first, _, last = value.partition(":")
+    numbers = (first, last or first)
+    if not all(re.fullmatch(r"[0-9]{1,9}", number) for number in numbers) or value.endswith(":"):
+        raise click.BadParameter(
+            f"{value!r} means no steps; write 100:110 for 100 to 110, or 100 for one.",
+            context,
+            parameter,
+        )
+    steps = StepRange(int(numbers[0]), int(numbers[1]))
+    if not 1 <= steps.first <= steps.last:
+        raise click.BadParameter(
+            f"{value!r} means no steps: they count from 1, and the last follows the first.",
+            context,
+            parameter,
+        )
+    return steps

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ from keepstep.monitor.node.stacks import StackDumps
 from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.children import Children
+from keepstep.monitor.tree.step_records import NO_RECORDS, merge_steps, with_missing
+from keepstep.monitor.tree.summary import Summary
 from keepstep.monitor.views.events import EventFile
 from keepstep.monitor.views.pages import no_ranks_text
 from keepstep.monitor.views.service import application
@@ -134,6 +137,15 @@ class Daemon:
         if url is not None:
             return await self._children.stacks(url, rank)
         return {"error": f"rank {rank} is not known to this daemon or its children"}
+
+    async def steps(self, first: int, last: int) -> Summary:
+        """Return the records of steps `first` to `last` of all ranks, here and at the children."""
+        reader = self._components.reader
+        readings = () if reader is None else await asyncio.to_thread(reader.read_all)
+        own = await self.on_watch(lambda watch: watch.steps(readings, first, last))
+        urls = tuple(self._components.children())
+        below = await asyncio.gather(*(self._steps_of(url, first, last) for url in urls))
+        return await asyncio.to_thread(merge_steps, [own, *below])
 
     async def update_clocks(self, clocks: Mapping[str, ClockOffset]) -> None:
         """Set the offsets of nodes' clocks, and send them to the children."""
@@ -271,6 +283,14 @@ class Daemon:
             await self.on_watch(
                 lambda watch: watch.record_failure(url, "its summary could not be merged; see log")
             )
+
+    async def _steps_of(self, url: str, first: int, last: int) -> Summary:
+        """Return a child's records of some steps; if it does not answer, none and the reason."""
+        try:
+            summary = await self._children.steps(url, first, last)
+            return replace(summary, missing=with_missing(summary, url))
+        except (MonitorUnreachable, ProtocolViolation) as error:
+            return replace(NO_RECORDS, missing={url: str(error)})
 
     async def _send_clocks(self, url: str, clocks: Mapping[str, ClockOffset]) -> None:
         try:

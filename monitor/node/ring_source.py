@@ -60,22 +60,15 @@ class RingSource:
             job = self._rings.read(OPERATIONS)
             lanes = _lanes(job, self._rings.incarnations())
         self._count = self._next_count(lanes)
-        incarnations = self._rings.incarnations()
-        processes, created_s = self._rings.processes(), self._rings.created_s()
-        communicators = tuple(job.communicators.values())
-        generation, size = self._rings.generation(), self._rings.world_size()
-        return [
-            RingReading(
-                records=records,
-                communicators=communicators,
-                pid=processes[rank],
-                incarnation=incarnations[rank],
-                generation=generation,
-                world_size=size,
-                created_s=created_s[rank],
-            )
-            for rank, records in job.ranks.items()
-        ]
+        return _readings(self._rings, job)
+
+    def read_all(self) -> Sequence[RingReading]:
+        """Return everything that the rings hold. May be called on any thread."""
+        rings = JobRings(self._directory)
+        try:
+            return _readings(rings, rings.read(OPERATIONS))
+        finally:
+            rings.close()
 
     def close(self) -> None:
         """Close all rings."""
@@ -112,6 +105,24 @@ class _LaneWindow:
     oldest: int
     newest: int
     needed: int
+
+
+def _readings(rings: JobRings, job: JobRecords) -> list[RingReading]:
+    """Return the rings that were read last, with their records."""
+    incarnations, processes, created_s = rings.incarnations(), rings.processes(), rings.created_s()
+    communicators = tuple(job.communicators.values())
+    return [
+        RingReading(
+            records=records,
+            communicators=communicators,
+            pid=processes[rank],
+            incarnation=incarnations[rank],
+            generation=rings.generation(),
+            world_size=rings.world_size(),
+            created_s=created_s[rank],
+        )
+        for rank, records in job.ranks.items()
+    ]
 
 
 def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, bool], _LaneWindow]:

@@ -11,10 +11,23 @@ from keepstep.monitor.node.stacks import TIMEOUT_S as STACKS_TIMEOUT_S
 from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.monitor_client import MonitorClient
-from keepstep.monitor.tree.node_clocks import encode_clocks
+from keepstep.monitor.tree.node_clocks import decode_clocks, encode_clocks
 from keepstep.monitor.tree.summary import MAX_NBYTES, Summary, decode
 
 _TIMEOUT_S = 5.0
+_STEPS_TIMEOUT_S = 30.0
+
+
+async def ask_steps(client: MonitorClient, url: str, first: int, last: int) -> Summary:
+    """Return the records of steps `first` to `last` from a daemon; errors as `Children.steps`."""
+    address = f"{url.rstrip('/')}/v1/records?{urlencode({'first': first, 'last': last})}"
+    return decode(await client.ask("GET", address, _STEPS_TIMEOUT_S, MAX_NBYTES))
+
+
+async def ask_clocks(client: MonitorClient, url: str) -> Mapping[str, ClockOffset]:
+    """Return the offsets of nodes' clocks from a daemon; errors as `Children.steps`."""
+    address = f"{url.rstrip('/')}/v1/clocks"
+    return decode_clocks(await client.ask("GET", address, _TIMEOUT_S, 1 << 24))
 
 
 class Children:
@@ -44,6 +57,15 @@ class Children:
         query = urlencode(asked | records)
         address = f"{url.rstrip('/')}/v1/summary?{query}"
         return decode(await self._client.ask("GET", address, _TIMEOUT_S, MAX_NBYTES))
+
+    async def steps(self, url: str, first: int, last: int) -> Summary:
+        """Return the records of some steps from the daemon at `url` and those below it.
+
+        Raises:
+            MonitorUnreachable: it does not answer, or refuses, or does not know the job's secret.
+            ProtocolViolation: its answer is not a summary.
+        """
+        return await ask_steps(self._client, url, first, last)
 
     async def send_clocks(self, url: str, clocks: Mapping[str, ClockOffset]) -> None:
         """Send the offsets of nodes' clocks to the daemon at `url`.

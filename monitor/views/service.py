@@ -35,8 +35,8 @@ from keepstep.monitor.signing import (
 )
 from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.tree.child_registry import Cursor
-from keepstep.monitor.tree.node_clocks import decode_clocks
-from keepstep.monitor.tree.summary import encode
+from keepstep.monitor.tree.node_clocks import decode_clocks, encode_clocks
+from keepstep.monitor.tree.summary import Summary, encode
 from keepstep.monitor.views.exporter import CONTENT_TYPE, exposition
 from keepstep.monitor.views.pages import (
     delay_matrices,
@@ -79,6 +79,9 @@ class Backend(Protocol):
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank, on any node."""
 
+    async def steps(self, first: int, last: int) -> Summary:
+        """Return the records of steps `first` to `last` of all ranks, on any node."""
+
     async def update_clocks(self, clocks: Mapping[str, ClockOffset]) -> None:
         """Set the offsets of nodes' clocks, here and at the child daemons."""
 
@@ -108,6 +111,8 @@ def application(
         [
             web.get("/", handlers.page),
             web.get("/v1/summary", handlers.summary),
+            web.get("/v1/records", handlers.records),
+            web.get("/v1/clocks", handlers.clocks),
             web.post("/v1/clocks", handlers.set_clocks),
             web.get("/v1/overview", handlers.overview),
             web.get("/v1/heat", handlers.heat),
@@ -202,6 +207,16 @@ class _Handlers:
         # Encoded on that thread too: the arrays of a summary change with the next reading.
         data = await self._backend.on_watch(lambda watch: encode(watch.summary(cursor, budget)))
         return web.Response(body=data, content_type="application/octet-stream")
+
+    async def records(self, request: web.Request) -> web.Response:
+        first, last = (_number(request, name, 0, (1 << 32) - 1) for name in ("first", "last"))
+        summary = await self._backend.steps(first, last)
+        data = await asyncio.to_thread(encode, summary)
+        return web.Response(body=data, content_type="application/octet-stream")
+
+    async def clocks(self, _: web.Request) -> web.Response:
+        clocks = await self._backend.on_watch(Watch.clocks)
+        return web.Response(body=encode_clocks(clocks), content_type="application/json")
 
     async def set_clocks(self, request: web.Request) -> web.Response:
         try:

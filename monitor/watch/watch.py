@@ -29,6 +29,7 @@ from keepstep.monitor.telemetry.record_history import (
 from keepstep.monitor.tree.child_registry import ChildRegistry, Cursor
 from keepstep.monitor.tree.digest_relay import Inbox, Outbox, without
 from keepstep.monitor.tree.node_clocks import NodeClocks
+from keepstep.monitor.tree.step_records import select_steps
 from keepstep.monitor.tree.summary import NodeFacts, Summary, summarize
 from keepstep.monitor.watch.component_faults import ComponentFaults
 from keepstep.monitor.watch.diagnosis_rounds import (
@@ -178,6 +179,31 @@ class Watch:
             cursor.records_since,
             budget,
         )
+
+    def steps(self, readings: Sequence[RingReading], first: int, last: int) -> Summary:
+        """Return the records of steps `first` to `last` that this node's rings hold.
+
+        Args:
+            readings: of everything that the rings hold.
+            first, last: steps, both included.
+        """
+        groups = {group.identity: group for each in readings for group in each.communicators}
+        return Summary(
+            incarnation=self.incarnation,
+            number=self._history.number,
+            present=tuple(reading.records.rank for reading in readings),
+            ranks=tuple(
+                (self._state(reading), select_steps(reading.records.records, first, last))
+                for reading in readings
+            ),
+            communicators=tuple(groups.values()),
+            nodes=tuple(self.nodes.values()),
+        )
+
+    def clocks(self) -> Mapping[str, ClockOffset]:
+        """Return the offset of each node's clock, as aligned last."""
+        now_s = self._now_s()
+        return {node: self._clocks.of(node, now_s) for node in self.nodes}
 
     def digest(self) -> None:
         """Digest the changes of this node's ranks and merge them with the children's digests.

@@ -147,7 +147,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.preflight": "monitor.errors monitor.secret transport",
         "monitor.cli": (
             "log_format monitor.contracts monitor.daemon monitor.diagnosis monitor.errors"
-            " monitor.preflight monitor.secret monitor.telemetry monitor.tree"
+            " monitor.preflight monitor.records monitor.secret monitor.telemetry monitor.tree"
             " monitor.verdicts monitor.views monitor.watch"
         ),
         "monitor": "monitor.errors monitor.records monitor.telemetry",

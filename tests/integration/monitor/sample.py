@@ -182,6 +182,9 @@ class SampleReader:
             )
         return readings
 
+    def read_all(self) -> list[RingReading]:
+        return self.read()
+
     def close(self) -> None:
         self.closed = True
 
