@@ -14,6 +14,7 @@ accelerate = pytest.importorskip("accelerate")
 SCRIPT = "accelerate_loop.py"
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize(
     "layout", [{}, {"fsdp2": {"cpu_ram_efficient_loading": True}}], ids=["DDP", "FSDP2"]
 )

@@ -181,7 +181,13 @@ def run(directory: Path, script: str, command: list[str], killed_at: int) -> str
     return done.stdout
 
 
-@pytest.mark.parametrize("framework", EXAMPLES)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param(name, marks=[] if name == "attach" else pytest.mark.frameworks)
+        for name in EXAMPLES
+    ],
+)
 def test_lines_of_the_guide_lose_a_worker_and_end_with_the_weights_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str
 ) -> None:

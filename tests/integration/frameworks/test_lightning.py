@@ -18,13 +18,14 @@ from tests.integration.frameworks.framework_jobs import (
 from tests.integration.job.jobs import last_run_of_each_step, samples
 
 lightning = pytest.importorskip("lightning")
+pytestmark = pytest.mark.frameworks
 
 SCRIPT = "lightning_trainer.py"
 
 
 @pytest.mark.parametrize(
     ("strategy", "validate_every"),
-    [("ddp", 2), pytest.param("fsdp2", 4, marks=pytest.mark.frameworks)],
+    [("ddp", 2), ("fsdp2", 4)],
 )
 def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(
     tmp_path: Path, strategy: str, validate_every: int
@@ -49,7 +50,6 @@ def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(
             assert line["answers_notices"] == "keepstep.elastic.worker.script_signals"
 
 
-@pytest.mark.frameworks
 def test_node_that_joins_takes_part_and_no_step_is_computed_again(tmp_path: Path) -> None:
     """The state between two snapshots is handed over, as Trainer's loops have it there."""
     options = {"epochs": 8, "dropout": 0.0, "strategy": "fsdp2", "validate_every": 4}
@@ -75,7 +75,6 @@ def test_node_that_joins_takes_part_and_no_step_is_computed_again(tmp_path: Path
             assert lines[step][0][name] == ranks[0][name]
 
 
-@pytest.mark.frameworks
 def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
     """The model, of which Lightning calls a part only, drops activations at random."""
     options = {
@@ -163,7 +162,6 @@ def run_alone(directory: Path, *arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.frameworks
 def test_without_keepstep_the_loader_goes_on_where_lightnings_checkpoint_is(
     tmp_path: Path,
 ) -> None:

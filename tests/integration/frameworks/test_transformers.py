@@ -41,6 +41,7 @@ def test_trainer_that_loses_a_worker_and_a_node_computes_the_same_losses(
 
 
 @LAYOUTS
+@pytest.mark.frameworks
 def test_trainer_that_resumes_from_storage_goes_on_with_its_random_numbers(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
@@ -79,6 +80,7 @@ def test_folder_of_trainer_is_resumed_where_keepstep_has_nothing(
             assert line["loss"] == undisturbed[step][rank]["loss"], (step, rank)
 
 
+@pytest.mark.frameworks
 def test_job_that_resumes_with_other_batches_is_refused(tmp_path: Path) -> None:
     options = {"epochs": 4, "dropout": 0.0, "checkpoint": str(tmp_path / "checkpoint")}
     run_undisturbed(SCRIPT, tmp_path / "first", **options, stop_at=6)

@@ -285,6 +285,7 @@ def test_failure_for_good_on_one_node_ends_the_job_on_all(nodes: Nodes) -> None:
     assert nodes.view().secret is None
 
 
+@pytest.mark.frameworks
 def test_second_job_of_a_name_is_refused_and_the_first_goes_on(nodes: Nodes) -> None:
     nodes.start("a")
     (before,) = nodes.steps(1, "a")
@@ -367,9 +368,24 @@ def test_terminated_node_hands_over_the_state_of_an_attached_script(
     ("endpoint", "conf", "error"),
     [
         ("etcd://127.0.0.1:{free}", CONF, "RendezvousConnectionError: no answer from etcd at"),
-        ("{etcd}", "secret_file={secret}", "RendezvousConnectionError: no answer from etcd at"),
-        ("{etcd}", "is_host=1", "ValueError: --rdzv-conf is_host: the back end keepstep has no"),
-        ("{etcd}", "join_timeout=1", "RendezvousTimeoutError: job run7: no round within 1 s"),
+        pytest.param(
+            "{etcd}",
+            "secret_file={secret}",
+            "RendezvousConnectionError: no answer from etcd at",
+            marks=pytest.mark.frameworks,
+        ),
+        pytest.param(
+            "{etcd}",
+            "is_host=1",
+            "ValueError: --rdzv-conf is_host: the back end keepstep has no",
+            marks=pytest.mark.frameworks,
+        ),
+        pytest.param(
+            "{etcd}",
+            "join_timeout=1",
+            "RendezvousTimeoutError: job run7: no round within 1 s",
+            marks=pytest.mark.frameworks,
+        ),
     ],
     ids=["no coordinator", "wrong secret", "unknown option", "too few nodes"],
 )

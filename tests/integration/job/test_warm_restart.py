@@ -173,7 +173,9 @@ def resumed_step(output: str) -> int:
     ("way", "error", "options"),
     [
         ("attach", 'ValueError("again and again")', ()),
-        ("attach", "SystemExit(3)", ("--max-restarts", "0")),
+        pytest.param(
+            "attach", "SystemExit(3)", ("--max-restarts", "0"), marks=pytest.mark.campaign
+        ),
         ("join", 'ValueError("again and again")', ()),
     ],
 )
@@ -217,7 +219,14 @@ def test_run_that_a_person_ends_or_that_is_killed_goes_on_from_memory(
     assert runs.processes() == []
 
 
-@pytest.mark.parametrize("moment", ["before the first step", "in a recovery", "while storing"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("before the first step", marks=pytest.mark.campaign),
+        "in a recovery",
+        "while storing",
+    ],
+)
 def test_agent_may_be_killed_at_any_moment(
     runs: Runs, undisturbed: dict[str, Losses], tmp_path: Path, moment: str
 ) -> None:
@@ -298,6 +307,7 @@ def test_pair_of_killed_nodes_goes_on_from_memory(
     assert keys_left(etcd, runs) == []
 
 
+@pytest.mark.campaign
 def test_pair_whose_script_raised_goes_on_from_memory(
     runs: Runs, etcd: EmbeddedEtcd, undisturbed: dict[str, Losses]
 ) -> None:
@@ -318,7 +328,12 @@ def test_pair_whose_script_raised_goes_on_from_memory(
 
 
 @pytest.mark.parametrize(
-    ("options", "stored"), [((), False), (("--parity", "0"), True), (("--parity", "0"), False)]
+    ("options", "stored"),
+    [
+        ((), False),
+        (("--parity", "0"), True),
+        pytest.param(("--parity", "0"), False, marks=pytest.mark.campaign),
+    ],
 )
 def test_node_that_returns_alone_has_parity_or_storage_or_begins_again_and_says_so(
     runs: Runs, etcd: EmbeddedEtcd, tmp_path: Path, options: tuple[str, ...], stored: bool
@@ -353,7 +368,9 @@ def test_node_that_returns_alone_has_parity_or_storage_or_begins_again_and_says_
     assert runs.processes() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.campaign), signal.SIGKILL]
+)
 def test_node_without_which_the_job_went_on_does_not_take_it_back(
     runs: Runs, etcd: EmbeddedEtcd, number: signal.Signals
 ) -> None:
@@ -384,6 +401,7 @@ def test_node_without_which_the_job_went_on_does_not_take_it_back(
     assert runs.processes() == []
 
 
+@pytest.mark.campaign
 def test_node_that_returns_after_the_job_has_ended_begins_another_and_says_so(
     runs: Runs, etcd: EmbeddedEtcd
 ) -> None:
@@ -440,6 +458,7 @@ def test_nothing_is_kept_if_the_option_says_so(runs: Runs) -> None:
     assert runs.files() == []
 
 
+@pytest.mark.campaign
 def test_run_of_the_same_line_at_the_same_time_is_left_alone(runs: Runs) -> None:
     runs.slow.touch()
     first = runs.start()
