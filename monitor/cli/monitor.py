@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import logging
 import signal
 import socket
@@ -15,10 +16,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from keepstep.log_format import log_to_stderr
-from keepstep.monitor.cli.options import Seconds, StepRange, monitor_url, named, step_range
+from keepstep.monitor.cli.options import (
+    MUTE_TIME,
+    Seconds,
+    StepRange,
+    monitor_url,
+    named,
+    step_range,
+)
 from keepstep.monitor.errors import DumpUnreadable, MonitorError
 from keepstep.monitor.secret import bearer_token, job_secret
 from keepstep.monitor.tree.child_registry import ChildrenFile
+from keepstep.monitor.watch.verdict_notes import NoteKind, NoteRequest
 
 if TYPE_CHECKING:
     from keepstep.monitor.contracts import JobRuntime
@@ -223,6 +232,82 @@ def trace(
     address, name = _daemon_of(url, job)
     secret = job_secret(name, secret_file)
     write_trace(address, name, secret, steps, output, is_per_rank=per_rank)
+
+
+_NUMBER = click.argument("number", type=click.IntRange(min=1))
+_BY = click.option(
+    "--by", metavar="NAME", default=getpass.getuser, help="Your name.  [default: that of your user]"
+)
+
+
+@monitor.command()
+@_NUMBER
+@click.option(
+    "--for",
+    "for_s",
+    type=MUTE_TIME,
+    required=True,
+    metavar="TIME",
+    help="How long, such as 30m, 2h or 3d; 30 days at most.",
+)
+@click.option("--reason", required=True, help="Why; shown to others.")
+@_BY
+@_URL
+@_RECORDED_JOB
+@_SECRET
+def mute(
+    number: int,
+    for_s: float,
+    reason: str,
+    by: str,
+    url: str,
+    job: str | None,
+    secret_file: Path | None,
+) -> None:
+    """Mute the verdict of this NUMBER for a time, also if it ends and opens again.
+
+    It is shown as muted. Nobody is alerted, no worker is restarted and no node replaced because of
+    it. The page and `keepstep top` show the numbers.
+    """
+    request = NoteRequest(NoteKind.MUTED, by, reason, for_s)
+    _note(number, request, url, job, secret_file)
+
+
+@monitor.command()
+@_NUMBER
+@click.option("--reason", required=True, help="What you do about it; shown to others.")
+@_BY
+@_URL
+@_RECORDED_JOB
+@_SECRET
+def acknowledge(
+    number: int, reason: str, by: str, url: str, job: str | None, secret_file: Path | None
+) -> None:
+    """Say that you look at the verdict of this NUMBER: nobody is alerted of it again.
+
+    It holds until the verdict has ended. What `--act` allows is done all the same.
+    """
+    request = NoteRequest(NoteKind.ACKNOWLEDGED, by, reason)
+    _note(number, request, url, job, secret_file)
+
+
+@monitor.command()
+@_NUMBER
+@_URL
+@_RECORDED_JOB
+@_SECRET
+def unmute(number: int, url: str, job: str | None, secret_file: Path | None) -> None:
+    """End a mute or an acknowledgement of the verdict of this NUMBER."""
+    _note(number, NoteRequest(None), url, job, secret_file)
+
+
+def _note(
+    number: int, request: NoteRequest, url: str, job: str | None, secret_file: Path | None
+) -> None:
+    from keepstep.monitor.cli.notes import note_verdict
+
+    address, name = _daemon_of(url, job)
+    click.echo(note_verdict(address, job_secret(name, secret_file), number, request))
 
 
 @click.command()

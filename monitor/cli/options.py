@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from keepstep.monitor.watch.verdict_notes import LONGEST_MUTE_S
+
 
 @dataclass(frozen=True, slots=True)
 class StepRange:
@@ -36,6 +38,25 @@ class Seconds(click.FloatRange):
         if math.isnan(seconds):
             self.fail(f"{value!r} is no number.", parameter, context)
         return seconds
+
+
+class Duration(click.FloatRange):
+    """A time such as 90s, 30m, 2h or 3d, in seconds."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        """Return the seconds; click reports an error if it is not valid."""
+        match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no time; write 90s, 30m, 2h or 3d.", parameter, context)
+        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+        return float(super().convert(seconds, parameter, context))
+
+
+MUTE_TIME = Duration(min=1, max=LONGEST_MUTE_S)
 
 
 def named(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

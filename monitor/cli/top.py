@@ -22,6 +22,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from keepstep.monitor.cli.keys import Keys
+from keepstep.monitor.cli.notes import NOTE_KEYS, ask_note
 from keepstep.monitor.errors import MonitorUnreachable, ProtocolViolation
 from keepstep.monitor.tree.monitor_client import MonitorClient
 
@@ -31,6 +33,7 @@ _LEAST_STEPS, _MOST_STEPS = 10, 40
 _OTHER_COLUMNS = 70
 """Characters of a line that the strip of steps leaves to what a rank is doing, and so on."""
 _ROWS = 256
+_KEYS = "m mutes a verdict, a acknowledges one, u ends that; Ctrl-C ends"
 # Up to a tenth above the usual duration is noise; beyond it, the limit of each block.
 _BLOCKS = (
     (1.1, "·", "dim"),
@@ -68,6 +71,11 @@ def render(overview: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -
         parts.append(Text(f"{text}{status['paused']}", style="yellow"))
     holding = [entry for entry in overview["verdicts"] if entry["closed_at_s"] is None]
     parts += [_verdict(entry, now_s) for entry in holding]
+    parts += [
+        Text(f"#{note['number']} {note['syndrome']}: {note['whom']}, {note['text']}", style="dim")
+        for note in overview["notes"]
+        if not any(entry["note"] == note for entry in holding)
+    ]
     if not holding and not status.get("paused"):
         parts.append(_no_verdict(overview))
     for url, reason in overview["missing"].items():
@@ -109,12 +117,18 @@ def _verdict(entry: Mapping[str, Any], now_s: float) -> RenderableType:
         cost, style = f"costs {_seconds(cost_s)} a step", "bold dark_orange"
     else:
         cost, style = "costs nothing yet", "bold dark_orange"
+    note = entry["note"]
+    if note is not None:
+        style = "dim"
     line = Text.assemble(
+        f"#{entry['number']} ",
         (f"{verdict['syndrome']}: {entry['subject']}", style),
         f"   for {_seconds(now_s - entry['since_s'])}, {cost}, "
         f"confidence {verdict['confidence']:.0%}",
     )
     sentences = (*verdict["evidence"], f"what to do: {entry['to_do']}")
+    if note is not None:
+        sentences = (note["text"], *sentences)
     return Group(line, *(Padding(Text(sentence), (0, 0, 0, 2)) for sentence in sentences))
 
 
@@ -211,12 +225,19 @@ async def _show(url: str, secret: bytes, once: bool) -> None:
         if once:
             Console().print(shown)
             return
+        answer = _KEYS
+        keys = Keys(sys.stdin.fileno() if sys.stdin.isatty() else None)
         with Live(shown, refresh_per_second=4, screen=True) as live:
             while True:
-                await asyncio.sleep(_EVERY_S)
+                with keys.reading():
+                    key = await keys.next(_EVERY_S)
                 try:
+                    if key in NOTE_KEYS:
+                        live.stop()
+                        answer = await ask_note(client, url, NOTE_KEYS[key])
+                        live.start()
                     shown = await _request(client, url)
-                    live.update(shown)
+                    live.update(Group(shown, Text(answer, style="dim")) if keys.has_any else shown)
                 except MonitorUnreachable as error:
                     live.update(Group(Text(escape(str(error)), style="bold red"), shown))
     finally:

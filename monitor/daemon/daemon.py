@@ -45,6 +45,7 @@ from keepstep.monitor.views.service import application
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
 from keepstep.monitor.watch.state_file import SavedState, load_state, save_state
 from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
+from keepstep.monitor.watch.verdict_notes import NoteRequest, VerdictNote
 from keepstep.monitor.watch.watch import Watch
 
 _LOG = logging.getLogger("keepstep.monitor")
@@ -146,6 +147,18 @@ class Daemon:
         urls = tuple(self._components.children())
         below = await asyncio.gather(*(self._steps_of(url, first, last) for url in urls))
         return await asyncio.to_thread(merge_steps, [own, *below])
+
+    async def note_verdict(self, number: int, request: NoteRequest) -> VerdictNote | None:
+        """Record a person's note on a verdict; return it, None if it ends one.
+
+        Raises:
+            KeyError: no verdict of this number holds, nor is one muted.
+        """
+        note = await self.on_watch(lambda watch: watch.note_verdict(number, request))
+        self._write_event(partial(EventFile.noted, number=number, note=note, wall_s=time.time()))
+        _LOG.info("verdict %d: %s", number, "not muted any more" if note is None else note.text)
+        await self._save_state()
+        return note
 
     async def update_clocks(self, clocks: Mapping[str, ClockOffset]) -> None:
         """Set the offsets of nodes' clocks, and send them to the children."""

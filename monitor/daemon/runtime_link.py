@@ -34,6 +34,7 @@ from keepstep.monitor.diagnosis.subjects import begun_since, with_job_nodes
 from keepstep.monitor.errors import RuntimeUnreachable
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
+from keepstep.monitor.watch.verdict_notes import NoteKind
 
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
@@ -85,6 +86,7 @@ class RuntimeLink:
         self._began: tuple[float, float] = (0.0, math.inf)
         # None at first: verdicts that an earlier daemon published may no longer hold.
         self._published: tuple[int, tuple[Verdict, ...]] | None = None
+        self._acknowledged: tuple[Verdict, ...] = ()
 
     async def refresh_status(self) -> None:
         """Read the job's status from the runtime, if there is one."""
@@ -122,6 +124,8 @@ class RuntimeLink:
     async def handle(self, diagnosis_round: DiagnosisRound) -> bool:
         """Publish the verdicts that hold, and carry out what the policy decides.
 
+        Nothing is done about a muted verdict, and nobody is alerted of an acknowledged one.
+
         Returns whether the policy decided on any action.
         """
         # When ranks are assigned again, the runtime must not act on the old ones. People are
@@ -130,9 +134,12 @@ class RuntimeLink:
         is_current = self._components.job_status_source is None or (
             self.job_status is not None and self.job_status.generation == diagnosis_round.generation
         )
-        verdicts, nodes = self._translate(diagnosis_round, is_current=is_current)
         if is_current:
-            await self._publish(verdicts, diagnosis_round)
+            shown, _ = self._translate(diagnosis_round.with_remarks(), is_current=is_current)
+            await self._publish(shown, diagnosis_round)
+        acknowledged = diagnosis_round.noted(NoteKind.ACKNOWLEDGED)
+        self._acknowledged, _ = self._translate(acknowledged, is_current=is_current)
+        verdicts, nodes = self._translate(diagnosis_round.without_muted(), is_current=is_current)
         policy = self._components.policy
         if policy is None:
             return False
@@ -231,6 +238,12 @@ class RuntimeLink:
             outcome = "requested"
             if done is not action.kind:
                 self.policy_state, action = record_fallback(self.policy_state, action, nodes)
+        self._report(action, outcome)
+
+    def _report(self, action: EnforcementAction, outcome: str) -> None:
+        """Log and record what was done; an alert only if nobody has acknowledged its verdict."""
+        if action.kind is ActionKind.ALERT and action.verdict in self._acknowledged:
+            return
         _LOG.warning("%s; %s", action, outcome)
         self._record_action(action, outcome)
 
@@ -238,8 +251,7 @@ class RuntimeLink:
         assert self._components.policy is not None, "actions are the policy's"
         self.policy_state, alert = alert_refused(self._components.policy, self.policy_state, action)
         if alert is not None:
-            _LOG.warning("%s; alerted", alert)
-            self._record_action(alert, "alerted")
+            self._report(alert, "alerted")
 
     def _is_enforcing(self) -> bool:
         policy = self._components.policy

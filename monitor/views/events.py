@@ -20,6 +20,7 @@ from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.verdicts import Syndrome
 from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
+from keepstep.monitor.watch.verdict_notes import VerdictNote
 
 _LIMIT_NBYTES = 64 * 2**20
 _SERVICE = "keepstep-monitor"
@@ -119,6 +120,14 @@ class EventFile:
         }
         body = f"{action}; {outcome}"
         self.write("keepstep.policy.acted", _WARN, body, attributes, wall_s)
+
+    def noted(self, number: int, note: VerdictNote | None, wall_s: float) -> None:
+        """Write that a person has muted or acknowledged a verdict, or ended that."""
+        attributes: dict[str, Any] = {"keepstep.verdict.number": number}
+        if note is not None:
+            attributes |= {"keepstep.note.kind": str(note.kind), "keepstep.note.by": note.by}
+        body = f"verdict {number}: {'its note is removed' if note is None else note.text}"
+        self.write("keepstep.verdict.noted", _INFO, body, attributes, wall_s)
 
     def close(self) -> None:
         """Close the file."""

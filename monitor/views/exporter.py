@@ -7,6 +7,7 @@ daemons of a tree are scraped. Series of the whole job come from the daemon that
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -128,7 +129,19 @@ class _Collector(Collector):
             names = [self._job, str(verdict.syndrome), str(verdict.subject), str(verdict.advice)]
             active.add_metric(names, verdict.confidence)
             cost.add_metric(names, verdict.cost_s_per_step)
-        yield from (active, cost)
+        noted = GaugeMetricFamily(
+            "keepstep_verdict_note_active",
+            "Verdicts that a person has muted or acknowledged: do not alert of them.",
+            labels=[*labels, "note"],
+        )
+        wall_s = time.time()
+        for entry in self._watch.log.holding:
+            verdict = entry.verdict
+            note = self._watch.log.note_on(verdict, wall_s)
+            if note is not None:
+                names = [str(verdict.syndrome), str(verdict.subject), str(verdict.advice)]
+                noted.add_metric([self._job, *names, str(note.kind)], 1.0)
+        yield from (active, cost, noted)
         opened = CounterMetricFamily(
             "keepstep_verdicts", "Verdicts opened so far.", labels=["job", "syndrome"]
         )

@@ -33,6 +33,7 @@ from keepstep.monitor.watch.step_times import (
     stand_still_in,
     timeline,
 )
+from keepstep.monitor.watch.verdict_log import VerdictEntry
 from keepstep.monitor.watch.watch import Watch
 
 _UNHEARD_S = 5.0
@@ -86,9 +87,17 @@ def overview(
         "missing": dict(watch.child_registry.missing),
         "typical_step_s": typical_step_s,
         "loss": _loss(histories),
-        "verdicts": [entry.to_json() for entry in reversed(watch.log.entries)],
+        "verdicts": [_entry_json(watch, entry, now_s) for entry in reversed(watch.log.entries)],
+        "notes": [note.to_json() for note in watch.log.notes_in_force(now_s)],
         "job_status": job_status_json(job_status, typical_step_s),
     }
+
+
+def _entry_json(watch: Watch, entry: VerdictEntry, wall_s: float) -> dict[str, Any]:
+    """Return a verdict, with the note of a person on it while it holds."""
+    holds = entry.closed_at_s is None
+    note = watch.log.note_on(entry.verdict, wall_s) if holds else None
+    return {**entry.to_json(), "note": None if note is None else note.to_json()}
 
 
 def _loss(histories: Sequence[RankHistory]) -> float | None:

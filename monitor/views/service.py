@@ -46,6 +46,7 @@ from keepstep.monitor.views.pages import (
     step_timeline,
 )
 from keepstep.monitor.views.shared_answers import SharedAnswers
+from keepstep.monitor.watch.verdict_notes import NoteRequest, VerdictNote
 from keepstep.monitor.watch.watch import Watch
 
 DASHBOARD = Path(__file__).parent / "dashboard"
@@ -81,6 +82,9 @@ class Backend(Protocol):
 
     async def steps(self, first: int, last: int) -> Summary:
         """Return the records of steps `first` to `last` of all ranks, on any node."""
+
+    async def note_verdict(self, number: int, request: NoteRequest) -> VerdictNote | None:
+        """Record a person's note on the verdict of this number; KeyError if there is none."""
 
     async def update_clocks(self, clocks: Mapping[str, ClockOffset]) -> None:
         """Set the offsets of nodes' clocks, here and at the child daemons."""
@@ -119,6 +123,7 @@ def application(
             web.get("/v1/delays", handlers.delays),
             web.get("/v1/steps/{step:newest|[0-9]{1,9}}", handlers.step),
             web.get("/v1/stacks/{rank:[0-9]{1,9}}", handlers.stacks),
+            web.post("/v1/verdicts/{number:[0-9]{1,9}}/note", handlers.note_verdict),
             web.get("/metrics", handlers.metrics),
             web.static("/static", DASHBOARD),
         ]
@@ -264,6 +269,18 @@ class _Handlers:
     async def stacks(self, request: web.Request) -> web.Response:
         stacks = await self._backend.stacks(int(request.match_info["rank"]))
         return _json_response(json.dumps(stacks))
+
+    async def note_verdict(self, request: web.Request) -> web.Response:
+        number = int(request.match_info["number"])
+        try:
+            note = await self._backend.note_verdict(
+                number, NoteRequest.decode(await request.read())
+            )
+        except ProtocolViolation as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        except KeyError:
+            raise web.HTTPNotFound(text=f"no verdict {number} holds here\n") from None
+        return _json_response(json.dumps({"note": None if note is None else note.to_json()}))
 
     async def metrics(self, _: web.Request) -> web.Response:
         backend = self._backend

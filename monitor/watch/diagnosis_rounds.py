@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,10 @@ from keepstep.monitor.telemetry.record_history import RankState
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.component_faults import ComponentFaults
 from keepstep.monitor.watch.verdict_log import VerdictChanges
+from keepstep.monitor.watch.verdict_notes import NoteKind, VerdictNote
+
+_MAX_EVIDENCE = 5
+"""The coordinator keeps six sentences; the last one is the note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class DiagnosisRound:
         generation: the job's newest that any living rank has recorded; if no rank lives, any rank.
         nodes: node of each rank of that generation.
         step_s: the job's step time; 0.0 if not known.
+        notes: those of people that are in force.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -36,6 +41,7 @@ class DiagnosisRound:
     generation: int = 0
     nodes: Mapping[int, str] = field(default_factory=dict)
     step_s: float = 0.0
+    notes: tuple[VerdictNote, ...] = ()
 
     @property
     def current(self) -> tuple[Verdict, ...]:
@@ -47,6 +53,34 @@ class DiagnosisRound:
         return tuple(
             verdict for verdict in self.verdicts if self.nodes.keys() >= set(verdict.subject.ranks)
         )
+
+    def noted(self, kind: NoteKind) -> DiagnosisRound:
+        """Return the round with only those verdicts that people have noted so."""
+        return replace(self, verdicts=tuple(v for v in self.verdicts if self._kind(v) is kind))
+
+    def without_muted(self) -> DiagnosisRound:
+        """Return the round without the verdicts about which nothing is to be done."""
+        unmuted = tuple(v for v in self.verdicts if self._kind(v) is not NoteKind.MUTED)
+        return replace(self, verdicts=unmuted)
+
+    def with_remarks(self) -> DiagnosisRound:
+        """Return the round with the text of each note after the evidence of its verdict."""
+        texts = {(note.subject, note.syndrome): note.text for note in self.notes}
+        verdicts = (
+            (verdict, texts.get((verdict.subject, verdict.syndrome))) for verdict in self.verdicts
+        )
+        return replace(
+            self,
+            verdicts=tuple(
+                verdict
+                if text is None
+                else replace(verdict, evidence=(*verdict.evidence[:_MAX_EVIDENCE], text))
+                for verdict, text in verdicts
+            ),
+        )
+
+    def _kind(self, verdict: Verdict) -> NoteKind | None:
+        return next((note.kind for note in self.notes if note.is_about(verdict)), None)
 
 
 class DiagnosisRunner:

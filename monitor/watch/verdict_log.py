@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keepstep.monitor.verdicts import Subject, Syndrome, Verdict
+from keepstep.monitor.watch.verdict_notes import NoteKind, NoteRequest, VerdictNote, noted
 
 QUIET_S = 5.0
 _KEPT = 200
@@ -75,15 +76,38 @@ class VerdictEntry:
 
 @dataclass(frozen=True, slots=True)
 class VerdictLog:
-    """The newest entries, oldest first, and the number ever opened of each syndrome."""
+    """The newest entries, oldest first; the number ever opened of each syndrome; people's notes."""
 
     entries: tuple[VerdictEntry, ...] = ()
     opened: Mapping[Syndrome, int] = field(default_factory=dict)
+    notes: tuple[VerdictNote, ...] = ()
 
     @property
     def holding(self) -> tuple[VerdictEntry, ...]:
         """The entries that have not ended."""
         return tuple(entry for entry in self.entries if entry.closed_at_s is None)
+
+    def notes_in_force(self, wall_s: float) -> tuple[VerdictNote, ...]:
+        """Return the notes that have not ended, also mutes of verdicts that do not hold now."""
+        return tuple(note for note in self.notes if note.is_in_force(wall_s))
+
+    def note_on(self, verdict: Verdict, wall_s: float) -> VerdictNote | None:
+        """Return the note in force on a verdict: nobody is alerted of one that has any."""
+        return next((one for one in self.notes_in_force(wall_s) if one.is_about(verdict)), None)
+
+    def with_note(self, number: int, request: NoteRequest, wall_s: float) -> VerdictLog:
+        """Return the log with a person's note on the verdict of this number, or without one.
+
+        Raises:
+            KeyError: no verdict of this number holds, nor is one muted.
+        """
+        notes = self.notes_in_force(wall_s)
+        verdicts: dict[int, Verdict | VerdictNote] = {note.number: note for note in notes}
+        verdicts |= {entry.number: entry.verdict for entry in self.holding}
+        verdict = verdicts[number]
+        note = noted(verdict, request, number, wall_s)
+        others = tuple(one for one in notes if not one.is_about(verdict))
+        return replace(self, notes=others if note is None else (*others, note))
 
     def with_stacks(self, number: int, rank: int, stacks: Any) -> VerdictLog:
         """Return the log with the stacks of a rank added to an entry."""
@@ -99,13 +123,18 @@ class VerdictLog:
 
     def to_json(self) -> dict[str, Any]:
         """Return the log as JSON."""
-        return {"entries": [entry.to_json() for entry in self.entries], "opened": dict(self.opened)}
+        return {
+            "entries": [entry.to_json() for entry in self.entries],
+            "opened": dict(self.opened),
+            "notes": [note.to_json() for note in self.notes],
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> VerdictLog:
         """Return the log that `to_json` encoded."""
         opened = {Syndrome(name): int(count) for name, count in fields["opened"].items()}
-        return cls(tuple(map(VerdictEntry.from_json, fields["entries"])), opened)
+        notes = tuple(map(VerdictNote.from_json, fields.get("notes", ())))
+        return cls(tuple(map(VerdictEntry.from_json, fields["entries"])), opened, notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +188,13 @@ def advance(
     counts = dict(log.opened)
     for entry in opened:
         counts[entry.verdict.syndrome] = counts.get(entry.verdict.syndrome, 0) + 1
-    return VerdictLog(_newest([*entries, *opened]), counts), VerdictChanges(
+    ended = {entry.number for entry in closed}
+    notes = tuple(
+        note
+        for note in log.notes_in_force(wall_s)
+        if note.kind is NoteKind.MUTED or note.number not in ended
+    )
+    return VerdictLog(_newest([*entries, *opened]), counts, notes), VerdictChanges(
         tuple(opened), tuple(closed)
     )
 

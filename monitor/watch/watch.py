@@ -41,6 +41,7 @@ from keepstep.monitor.watch.local_digests import LocalDigests
 from keepstep.monitor.watch.rank_store import RankStore, WatchLimits
 from keepstep.monitor.watch.rank_views import RankViews
 from keepstep.monitor.watch.verdict_log import VerdictLog, advance
+from keepstep.monitor.watch.verdict_notes import NoteRequest, VerdictNote
 
 
 class Watch:
@@ -240,7 +241,8 @@ class Watch:
         verdicts = self._runner.run(states, self._history.communicators, metrics, now_s)
         if verdicts is None:
             return None
-        self.log, changes = advance(self.log, verdicts, now_s, time.time())
+        wall_s = time.time()
+        self.log, changes = advance(self.log, verdicts, now_s, wall_s)
         generation = newest_generation(states)
         return DiagnosisRound(
             verdicts=tuple(verdicts),
@@ -249,7 +251,17 @@ class Watch:
             generation=generation,
             nodes={state.rank: state.node for state in states if state.generation == generation},
             step_s=self.rank_views.typical_step_s() or 0.0,
+            notes=self.log.notes_in_force(wall_s),
         )
+
+    def note_verdict(self, number: int, request: NoteRequest) -> VerdictNote | None:
+        """Record a person's note on the verdict of this number; return it, None if it ends one.
+
+        Raises:
+            KeyError: no verdict of this number holds, nor is one muted.
+        """
+        self.log = self.log.with_note(number, request, time.time())
+        return next((note for note in self.log.notes if note.number == number), None)
 
     def record_stacks(self, number: int, rank: int, stacks: Mapping[str, Any]) -> None:
         """Add the stacks of a suspect to the log entry with this number."""

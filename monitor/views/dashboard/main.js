@@ -5,6 +5,7 @@ import { drawJobStatus } from "./job_status.js";
 import { drawFacts, drawNodes, drawRanks, drawVerdicts } from "./panels.js";
 import { drawKeys, drawTimeline } from "./timeline.js";
 import { make, seconds } from "./format.js";
+import { sendNotesBy } from "./notes.js";
 
 const KINDS = [
   ["waiting", "waits"],
@@ -50,6 +51,24 @@ async function request(path) {
   return response.json();
 }
 class Refused extends Error {}
+
+// Posts a note on a verdict; returns what failed, for people, or an empty text.
+async function postNote(number, note) {
+  try {
+    const response = await fetch(`/v1/verdicts/${number}/note`, {
+      method: "POST",
+      headers: state.token ? { Authorization: `Bearer ${state.token}` } : {},
+      body: JSON.stringify(note),
+      signal: AbortSignal.timeout(8000),
+    });
+    if (response.status === 401) return "This needs the job's token, also with --open-page.";
+    if (!response.ok) return (await response.text()).trim();
+  } catch (error) {
+    return `The daemon did not answer: ${error.message}`;
+  }
+  setTimeout(refresh, 1000);
+  return "";
+}
 
 function showSignIn(wanted) {
   document.getElementById("sign-in").hidden = !wanted;
@@ -144,6 +163,7 @@ function moveTo(step) {
 }
 
 takeToken();
+sendNotesBy(postNote);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 applyTheme(localStorage.getItem("keepstep-theme") || (dark.matches ? "dark" : "light"));
 dark.addEventListener("change", () => {

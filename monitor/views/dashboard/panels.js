@@ -1,5 +1,6 @@
 // Draws the panels of text and tables: facts, verdicts, ranks, nodes.
-import { bytes, clock, make, percent, ranks, seconds } from "./format.js";
+import { bytes, clock, make, percent, seconds } from "./format.js";
+import { noteForm, noteText } from "./notes.js";
 
 const GRAVE = new Set([
   "communication hang",
@@ -40,6 +41,7 @@ function stacksOf(entry) {
 function verdictBox(entry, now) {
   const { verdict } = entry;
   const over = entry.closed_at_s !== null;
+  const grave = GRAVE.has(verdict.syndrome);
   const cost =
     verdict.cost_s_per_step === null
       ? "stands still"
@@ -51,10 +53,11 @@ function verdictBox(entry, now) {
     : `for ${seconds(now - entry.since_s)}, since ${clock(entry.since_s)}`;
   const box = make(
     "article",
-    { class: `verdict ${over ? "over" : GRAVE.has(verdict.syndrome) ? "grave" : ""}` },
+    { class: `verdict ${over ? "over" : entry.note ? "noted" : grave ? "grave" : ""}` },
     make(
       "div",
       { class: "line" },
+      make("span", { class: "quiet" }, `#${entry.number}`),
       make("span", { class: "what" }, verdict.syndrome),
       make("span", { class: "who" }, entry.subject),
       make(
@@ -67,16 +70,17 @@ function verdictBox(entry, now) {
       make(
         "span",
         { class: "advice" },
-        over ? "ended" : verdict.advice === "observe" ? "observe" : verdict.advice,
+        over ? "ended" : entry.note ? entry.note.kind : verdict.advice,
       ),
     ),
   );
+  if (entry.note) box.append(make("div", { class: "note" }, noteText(entry.note)));
   if (!over && entry.to_do)
     box.append(make("div", { class: "todo" }, make("b", {}, "What to do: "), entry.to_do));
   const evidence = make("ul", {}, ...verdict.evidence.map((sentence) => make("li", {}, sentence)));
   if (over)
     box.append(make("details", {}, make("summary", {}, "evidence"), evidence, ...stacksOf(entry)));
-  else box.append(evidence, ...stacksOf(entry));
+  else box.append(evidence, ...stacksOf(entry), noteForm(entry.number, entry.note));
   return box;
 }
 
@@ -102,7 +106,7 @@ export function drawVerdicts(overview) {
   const paused = status?.paused ? { paused: status.paused, paused_at_s: status.paused_at_s } : null;
   ifChanged(
     "verdicts",
-    [stable, blind.length, overview.diagnoses, overview.ranks_total, overview.absence, paused],
+    [stable, overview.notes, blind.length, overview.diagnoses, overview.ranks_total, overview.absence, paused],
     () => {
       const parts = holding.map((entry) => verdictBox(entry, overview.now_s));
       if (paused)
@@ -135,6 +139,16 @@ export function drawVerdicts(overview) {
           ),
         );
       }
+      const noted = new Set(holding.map((entry) => entry.note?.number));
+      for (const note of overview.notes.filter((one) => !noted.has(one.number)))
+        parts.push(
+          make(
+            "div",
+            { class: "calm blind" },
+            make("span", {}, `#${note.number} ${note.syndrome}: ${note.whom}. ${noteText(note)}`),
+            noteForm(note.number, note),
+          ),
+        );
       for (const sentence of blind) parts.push(make("div", { class: "calm blind" }, sentence));
       if (past.length)
         parts.push(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from keepstep.monitor.errors import MonitorError, RuntimeUnreachable
 from keepstep.monitor.node import stacks
 from keepstep.monitor.node.probes import NodeProbe
 from keepstep.monitor.secret import bearer_token
+from keepstep.monitor.watch.verdict_notes import NoteKind, NoteRequest
 from tests.integration.monitor.parts import (
     PLAN,
     Enforcer,
@@ -31,7 +33,7 @@ from tests.integration.monitor.parts import (
     Publisher,
     settings,
 )
-from tests.integration.monitor.running import get, running, until
+from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleJobStatus, SampleReader, verdict
 
 ROOT = Path(__file__).parents[3]
@@ -395,6 +397,70 @@ def test_verdict_is_published_written_and_survives_a_restart(tmp_path: Path) -> 
         assert lines[0]["severity_text"] == "ERROR"
         assert lines[0]["attributes"]["keepstep.verdict.subject.ranks"] == [2]
         assert lines[0]["resource"]["keepstep.job"] == "run7"
+
+    asyncio.run(check())
+
+
+def test_command_mutes_a_verdict_which_is_listed_as_muted_after_a_restart(tmp_path: Path) -> None:
+    def command(url: str, *arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "keepstep", "monitor", *arguments, "--url", url, "--job", "x"],
+            env={**os.environ, "KEEPSTEP_SECRET": SECRET.decode()},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    async def check() -> None:
+        kept = settings(events=tmp_path / "events.jsonl", state=tmp_path / "state.json")
+        diagnosis = FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4))
+
+        async def noted(url: str) -> list[str | None]:
+            overview = await (await get(url, "/v1/overview")).json()
+            return [entry["note"] and entry["note"]["text"] for entry in overview["verdicts"]]
+
+        async def has_opened(url: str) -> bool:
+            return await noted(url) != []
+
+        async with running(kept, components(diagnosis=diagnosis)) as url:
+            await until(lambda: has_opened(url))
+            mute = ("mute", "--for", "2h", "--reason", "ticket 12", "--by", "ann")
+            code, output = await asyncio.to_thread(command, url, *mute, "7")
+            assert (code, "no verdict 7 holds; 1 is rank 2" in output) == (1, True)
+            code, output = await asyncio.to_thread(command, url, *mute, "1")
+            assert (code, "is muted by ann until" in output) == (0, True)
+            text = await (await get(url, "/metrics")).text()
+            assert re.search(r'keepstep_verdict_note_active{.*note="muted".*} 1.0', text)
+        async with running(kept, components(diagnosis=diagnosis)) as url:
+            (text,) = await noted(url)
+            assert text is not None
+            assert text.startswith("muted by ann until")
+            assert text.endswith("ticket 12")
+            assert (await asyncio.to_thread(command, url, "unmute", "1"))[0] == 0
+            await until(lambda: has_changed(url))
+            code, _ = await asyncio.to_thread(command, url, "acknowledge", "--reason", "mine", "1")
+            assert code == 0
+
+        lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        names = [line["body"].split()[2] for line in lines if line["event_name"].endswith("noted")]
+        assert names == ["muted", "its", "acknowledged"]
+
+    async def has_changed(url: str) -> bool:
+        overview = await (await get(url, "/v1/overview")).json()
+        return overview["verdicts"][0]["note"] is None
+
+    asyncio.run(check())
+
+
+def test_note_without_the_token_is_refused_also_where_the_page_is_open() -> None:
+    async def check() -> None:
+        parts = components(diagnosis=FixedDiagnosis(verdict(2)))
+        async with (
+            running(settings(opens_to_loopback=True), parts) as url,
+            aiohttp.ClientSession() as web,
+        ):
+            note = NoteRequest(NoteKind.MUTED, "eve", "quiet", 60.0).encode()
+            async with web.post(f"{url}/v1/verdicts/1/note", data=note) as answer:
+                assert answer.status == 401
 
     asyncio.run(check())
 

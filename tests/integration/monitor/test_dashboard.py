@@ -241,3 +241,32 @@ def test_ranks_without_recent_reading_are_not_shown_as_alive() -> None:
         ),
         look,
     )
+
+
+def test_verdict_is_muted_on_the_page_and_shown_as_muted() -> None:
+    def look(page: Browser, url: str) -> None:
+        page.open(with_token(url))
+        page.until("return document.querySelector('.verdict .noting') !== null")
+        page.run(
+            """[...document.querySelectorAll('.noting button')]
+                .find((one) => one.textContent.startsWith('mute')).click();
+            document.querySelector('.noting input').value = 'ann';
+            document.querySelector('.noting .reason').value = '<i>ticket</i> 12';
+            document.querySelector('.noting form').requestSubmit()"""
+        )
+        page.until("return document.querySelector('.verdict.noted') !== null")
+        assert "Muted by ann" in page.text(".verdict .note")
+        assert "<i>ticket</i> 12" in page.text(".verdict .note")
+        assert page.text(".verdict .advice") == "muted"
+        page.run("document.querySelector('.noting button').click()")
+        page.until("return document.querySelector('.verdict.grave') !== null")
+        assert page.console_errors() == []
+
+    visit(
+        DaemonComponents(
+            probe=Probe(),
+            reader=SampleReader(Plan(ranks=4), time.monotonic() - 5),
+            diagnosis=FixedDiagnosis(verdict(2)),
+        ),
+        look,
+    )

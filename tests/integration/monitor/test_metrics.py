@@ -115,8 +115,8 @@ def test_rules_and_dashboard_use_only_series_that_are_exported(scraped: str) -> 
         for family in text_string_to_metric_families(scraped)
         for sample in family.samples
     }
-    # There is no series of faults while there are no faults.
-    exported |= {"keepstep_monitor_faults_total"}
+    # There is no series of faults or notes while there are none.
+    exported |= {"keepstep_monitor_faults_total", "keepstep_verdict_note_active"}
     dashboard = json.loads((ROOT / "ops" / "grafana" / "keepstep.json").read_text())
     queries = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
     queries |= {note["expr"] for note in dashboard["annotations"]["list"]}

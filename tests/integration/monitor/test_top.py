@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -142,3 +144,49 @@ def test_rank_without_recent_reading_is_not_shown_as_alive() -> None:
     text = console.export_text()
     assert "ranks 2 of 3 alive, 1 not reporting" in text
     assert re.search(r"2 +n1 .*no report for 41.0 s", text)
+
+
+def test_verdict_is_muted_by_a_key() -> None:
+    async def is_muted(url: str) -> bool:
+        (entry,) = (await (await get(url, "/v1/overview")).json())["verdicts"]
+        return entry["note"] is not None and "ticket 12" in entry["note"]["text"]
+
+    async def check() -> None:
+        parts = DaemonComponents(
+            probe=Probe(),
+            reader=SampleReader(Plan(ranks=2), time.monotonic() - 5),
+            diagnosis=FixedDiagnosis(verdict(1)),
+        )
+        async with running(settings(), parts) as url:
+            ours, terminal = pty.openpty()
+            top = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "keepstep", "top", "--url", url, "--job", "x",
+                env={**os.environ, "KEEPSTEP_SECRET": SECRET.decode(), "TERM": "xterm"},
+                stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+            )  # fmt: skip
+            seen = b""
+            asyncio.get_running_loop().add_reader(ours, lambda: read())
+
+            def read() -> None:
+                nonlocal seen
+                seen += os.read(ours, 65536)
+
+            try:
+                for awaited, answer in (
+                    (b"#1 ", b"m"),
+                    (b"number of the verdict", b"1\n"),
+                    (b"reason", b"ticket 12\n"),
+                    (b"for how long", b"2h\n"),
+                    (b"is muted by", b""),
+                ):
+                    await until(lambda awaited=awaited: awaited in seen)
+                    os.write(ours, answer)
+                await until(lambda: is_muted(url))
+            finally:
+                asyncio.get_running_loop().remove_reader(ours)
+                top.kill()
+                await top.wait()
+                os.close(ours)
+                os.close(terminal)
+
+    asyncio.run(check())

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pytest
+
 from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.daemon.runtime_link import RuntimeLink
 from keepstep.monitor.daemon.settings import DaemonComponents
@@ -19,6 +21,7 @@ from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.component_faults import ComponentFaults
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
 from keepstep.monitor.watch.verdict_log import VerdictChanges
+from keepstep.monitor.watch.verdict_notes import NoteKind, VerdictNote
 from tests.integration.monitor.parts import Enforcer, FixedJobStatus, Probe, Publisher
 from tests.integration.monitor.sample import verdict
 
@@ -33,6 +36,7 @@ class Round:
     wall_s: float
     verdicts: tuple[Verdict, ...] = ()
     began_at_s: float = 10_000.0
+    notes: tuple[VerdictNote, ...] = ()
 
 
 def outcome(rounds: Sequence[Round]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -66,7 +70,14 @@ def outcome(rounds: Sequence[Round]) -> tuple[list[tuple[int, ...]], list[tuple[
         for current in rounds:
             await link.refresh_status()
             await link.handle(
-                DiagnosisRound(current.verdicts, current.now_s, VerdictChanges(), 1, NODES)
+                DiagnosisRound(
+                    current.verdicts,
+                    current.now_s,
+                    VerdictChanges(),
+                    1,
+                    NODES,
+                    notes=current.notes,
+                )
             )
 
     try:
@@ -86,6 +97,68 @@ def test_hang_is_enforced_though_the_wall_clock_went_back_after_the_job_began() 
         Round(302.0, 9_602.0, hang),
     ]
     assert outcome(rounds) == ([(3,)], [(3,)])
+
+
+def note(kind: NoteKind) -> VerdictNote:
+    hang = verdict(3)
+    return VerdictNote(
+        kind, 1, hang.subject, hang.syndrome, "ann", "ticket 12", 9_500.0,
+        99_000.0 if kind is NoteKind.MUTED else None,
+    )  # fmt: skip
+
+
+def test_muted_hang_is_published_and_not_enforced_until_the_mute_has_ended() -> None:
+    hang = (verdict(3, since_s=290.0),)
+    muted = (note(NoteKind.MUTED),)
+    rounds = [
+        Round(200.0, 10_100.0),
+        *(Round(300.0 + at, 10_200.0 + at, hang, notes=muted) for at in range(10)),
+    ]
+    assert outcome(rounds) == ([(3,)], [])
+    ended = [Round(310.0, 10_210.0, hang), Round(312.0, 10_212.0, hang)]
+    assert outcome([*rounds, *ended]) == ([(3,)], [(3,)])
+
+
+def test_acknowledged_hang_is_enforced_all_the_same() -> None:
+    hang = (verdict(3, since_s=290.0),)
+    known = (note(NoteKind.ACKNOWLEDGED),)
+    rounds = [
+        Round(200.0, 10_100.0),
+        *(Round(300.0 + at, 10_200.0 + at, hang, notes=known) for at in range(3)),
+    ]
+    assert outcome(rounds) == ([(3,)], [(3,)])
+
+
+@pytest.mark.parametrize(("kind", "alerts"), [(None, 1), *((kind, 0) for kind in NoteKind)])
+def test_nobody_is_alerted_of_a_verdict_that_people_have_noted(
+    kind: NoteKind | None, alerts: int
+) -> None:
+    recorded: list[str] = []
+    publisher, faults = Publisher(), ComponentFaults()
+    components = DaemonComponents(
+        probe=Probe(), publisher=publisher, policy=EnforcementPolicy(Mode.ALERT, sustained_s=1.0)
+    )
+    blocking = BlockingThread(faults)
+    link = RuntimeLink(
+        "run7", components, EnforcementState(), blocking,
+        lambda action, outcome: recorded.append(outcome),
+    )  # fmt: skip
+    hang = (verdict(3, since_s=290.0),)
+    notes = () if kind is None else (note(kind),)
+
+    async def handle() -> None:
+        for now_s in (300.0, 302.0):
+            await link.handle(DiagnosisRound(hang, now_s, VerdictChanges(), 1, NODES, notes=notes))
+
+    try:
+        asyncio.run(handle())
+    finally:
+        blocking.shutdown()
+    assert recorded == ["alerted"] * alerts
+    (shown,) = publisher.published[-1]
+    assert [f"{kind} by ann" in line for line in shown.evidence] == [False, False, True][
+        : 2 + len(notes)
+    ]
 
 
 def test_hang_of_before_the_job_is_not_enforced_though_the_wall_clock_went_back() -> None:
