@@ -1,19 +1,19 @@
 """Runs Slurm's own daemons on this machine, as several nodes; tests and a benchmark submit jobs.
 
-No service of the system is used: the daemons run as this user, with ports and folders of their own,
-and end with the context. Nothing protects this cluster from other users of the machine.
+Each node has a network namespace with an address of its own behind a bridge, and a name by which
+the others find it. No service of the system is used: the daemons have folders of their own, and end
+with the context. It needs root, for the namespaces. Nothing protects the cluster from other users
+of the machine.
 """
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,18 +24,18 @@ from examples.local_cluster import process_tree
 
 DAEMONS = ("slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "scancel", "sinfo")
+NETWORK = ("ip", "nsenter", "unshare")
 PACKAGE = "slurm-wlm"
 _SYSTEM_PATHS = ("/usr/sbin", "/usr/local/sbin")
 _PAUSE_S = 0.1
 
 _CONFIGURATION = """\
 ClusterName=local
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmUser={user}
-SlurmdUser={user}
+SlurmctldHost=localhost({controller})
+SlurmctldPort={port}
+SlurmUser=root
 AuthType=auth/none
-# A job that is requeued starts after this time.
+# A job that is requeued starts after this time, by default 120 s.
 AuthInfo=cred_expire=5
 CredType=cred/none
 ProctrackType=proctrack/linuxproc
@@ -45,7 +45,8 @@ SelectType=select/cons_tres
 MpiDefault=none
 ReturnToService=1
 SlurmdTimeout={node_timeout_s}
-KillWait=30
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
@@ -54,6 +55,7 @@ SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd-%n.log
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -62,7 +64,14 @@ def not_installed() -> str | None:
     lacking = [name for name in (*DAEMONS, *CLIENTS) if program(name) is None]
     if lacking:
         return f"{', '.join(lacking)} of Slurm not installed: apt-get install {PACKAGE}"
-    return None
+    if os.geteuid() != 0:
+        return "Slurm's nodes on one machine need namespaces, which root may make"
+    lacking = [name for name in NETWORK if program(name) is None]
+    return (
+        f"{', '.join(lacking)} not installed: apt-get install iproute2 util-linux"
+        if lacking
+        else None
+    )
 
 
 def program(name: str) -> str | None:
@@ -86,6 +95,10 @@ class LocalSlurm:
         self.nodes = nodes
         self._node_timeout_s = node_timeout_s
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        # Of this process alone, for others may run a cluster at the same time.
+        self._bridge = f"ks{os.getpid()}"
+        self._subnet = f"10.78.{os.getpid() % 250}"
+        self._controller = f"{self._subnet}.254"
 
     @property
     def configuration(self) -> Path:
@@ -93,23 +106,22 @@ class LocalSlurm:
         return self.directory / "slurm.conf"
 
     def __enter__(self) -> Self:
-        controller_port, *ports = _free_ports(1 + len(self.nodes))
-        lines = (
-            f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=1"
-            for node, port in zip(self.nodes, ports, strict=True)
-        )
         (self.directory / "state").mkdir(parents=True, exist_ok=True)
+        names = (f"{self.address(node)} {node}\n" for node in self.nodes)
+        (self.directory / "hosts").write_text(f"127.0.0.1 localhost\n{''.join(names)}")
+        lines = (f"NodeName={node} NodeAddr={self.address(node)} CPUs=1" for node in self.nodes)
         self.configuration.write_text(
             _CONFIGURATION.format(
-                user=getpass.getuser(),
                 directory=self.directory,
-                controller_port=controller_port,
+                controller=self._controller,
+                port=_free_port(),
                 node_timeout_s=self._node_timeout_s,
                 nodes="\n".join(lines),
             )
         )
         try:
-            self._start("slurmctld")
+            self._connect()
+            self._start("slurmctld", [])
             for node in self.nodes:
                 self.start_node(node)
             self.wait_until(lambda: self.idle_nodes() == set(self.nodes), 60.0, "idle nodes")
@@ -126,22 +138,57 @@ class LocalSlurm:
     ) -> None:
         self.close()
 
+    def address(self, node: str) -> str:
+        """Return the address of a node."""
+        return f"{self._subnet}.{self.nodes.index(node) + 1}"
+
     def start_node(self, node: str) -> None:
         """Start the daemon of a node."""
         (self.directory / f"spool-{node}").mkdir(exist_ok=True)
-        self._start("slurmd", node)
+        # `ip netns exec` would take /sys/fs/cgroup away, which slurmd wants to see.
+        network = f"--net=/run/netns/{self._namespace(node)}"
+        named = f'mount --bind {self.directory}/hosts /etc/hosts && hostname {node} && exec "$@"'
+        within = ["nsenter", network, "unshare", "--mount", "--uts", "sh", "-c", named, "sh"]
+        self._start("slurmd", within, node)
 
-    def _start(self, name: str, node: str | None = None) -> None:
+    def _start(self, name: str, within: list[str], node: str | None = None) -> None:
         path = program(name)
         assert path is not None, not_installed()
         of_node = [] if node is None else ["-N", node]
         with (self.directory / f"{node or name}.out").open("ab") as output:
             self._daemons[node or name] = subprocess.Popen(
-                [path, "-D", "-f", self.configuration, *of_node],
+                [*within, path, "-D", "-f", self.configuration, *of_node],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _namespace(self, node: str) -> str:
+        return f"{self._bridge}-{node}"
+
+    def _connect(self) -> None:
+        """Give every node a network namespace, and connect them by a bridge of this machine."""
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("address", "add", f"{self._controller}/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+        for node in self.nodes:
+            namespace, port = self._namespace(node), f"{self._bridge}{node}"
+            ip("netns", "add", namespace)
+            ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            ip("link", "set", port, "master", self._bridge, "up")
+            ip("-n", namespace, "address", "add", f"{self.address(node)}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+
+    def _disconnect(self) -> None:
+        for node in self.nodes:
+            ip("netns", "delete", self._namespace(node), check=False)
+        ip("link", "delete", self._bridge, check=False)
+
+    def on_node(self, node: str, *command: str) -> list[str]:
+        """Return a command line that runs a command on a node, outside of any job."""
+        target = f"--target={self._daemons[node].pid}"
+        return ["nsenter", target, "--mount", "--uts", "--net", "--", *command]
 
     def call(self, name: str, *arguments: str | Path, **environment: str) -> str:
         """Run a command of Slurm and return what it prints.
@@ -236,14 +283,22 @@ class LocalSlurm:
             for process in processes:
                 _kill(process)
             psutil.wait_procs(processes, timeout=1.0)
+        self._disconnect()
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for it in sockets:
-            it.bind(("127.0.0.1", 0))
-        return [it.getsockname()[1] for it in sockets]
+def ip(*arguments: str, check: bool = True) -> None:
+    """Run ip(8)."""
+    path = program("ip")
+    assert path is not None, not_installed()
+    subprocess.run([path, *arguments], check=check, stderr=None if check else subprocess.DEVNULL)
+
+
+def _free_port() -> int:
+    # slurmctld listens on all addresses of this machine, and another cluster's may, too.
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _kill(process: psutil.Process) -> None:
