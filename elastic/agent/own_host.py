@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.store.address import Address
+from keepstep.elastic.store.address import Address, is_loopback
 from keepstep.transport.addresses import bound_socket, without_brackets
 
 
@@ -32,21 +32,26 @@ def own_host(coordinator: Address, local_addr: str | None) -> str:
 
 
 def _address_towards(coordinator: Address) -> str:
-    endpoint = coordinator.endpoints[0]
-    port = endpoint.rpartition(":")[2]
+    """Return the address of this host on its route to a member on another one, if there is any."""
+    found: list[str] = []
     reason: OSError | None = None
-    try:
-        for family, kind, number, _, target in socket.getaddrinfo(
-            coordinator.hosts[0], int(port), type=socket.SOCK_DGRAM
-        ):
-            try:
-                with socket.socket(family, kind, number) as probe:
-                    probe.connect(target)
-                    return str(probe.getsockname()[0])
-            except OSError as error:
-                reason = error  # Another of its addresses may be reached.
-    except OSError as error:
-        reason = error
-    raise UsageError(
-        f"cannot determine this host's address towards {endpoint} ({reason}); give --local-addr"
-    )
+    for endpoint, host in zip(coordinator.endpoints, coordinator.hosts, strict=True):
+        port = int(endpoint.rpartition(":")[2])
+        try:
+            for family, kind, number, _, target in socket.getaddrinfo(
+                host, port, type=socket.SOCK_DGRAM
+            ):
+                try:
+                    with socket.socket(family, kind, number) as probe:
+                        probe.connect(target)
+                        found.append(str(probe.getsockname()[0]))
+                except OSError as error:
+                    reason = error  # Another of its addresses may be reached.
+        except OSError as error:
+            reason = error  # A lost host may have lost its name.
+    if not found:
+        raise UsageError(
+            f"cannot determine this host's address towards {coordinator.endpoints[0]} ({reason}); "
+            "give --local-addr"
+        )
+    return next((it for it in found if not is_loopback(it)), found[0])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,9 @@ from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.member_process import CoordinatorMember
+from keepstep.elastic.store.members import Member, parse_members
+from keepstep.private_files import NotPrivate
 from keepstep.transport.addresses import (
     bound_socket,
     host_and_port,
@@ -43,7 +48,8 @@ class Coordinator:
     Args:
         store: the connection.
         address: of the coordinator.
-        is_own: whether this process started it.
+        is_own: whether this process started it, and it ends with this process.
+        member: its member on this node, where it has several and this is one of theirs.
         is_private: whether no other node can find it by the options of this one.
     """
 
@@ -51,18 +57,20 @@ class Coordinator:
     address: Address
     is_own: bool
     is_private: bool
+    member: CoordinatorMember | None = None
 
 
 @asynccontextmanager
 async def coordinator(
-    options: Mapping[str, Any], min_nodes: int, directory: Path
+    options: Mapping[str, Any], min_nodes: int, directory: Path, patience_s: float = math.inf
 ) -> AsyncIterator[Coordinator]:
-    """Connect to the coordinator that the options name, or start one.
+    """Connect to the coordinator that the options name, or start one, or a member of one.
 
     Args:
         options: of `keepstep run`.
         min_nodes: the number of nodes that the job needs.
         directory: private, for the files of a coordinator that is started.
+        patience_s: how long to wait for a majority of the members on several nodes.
 
     Raises:
         UsageError: other nodes could not find the coordinator, or its clients could not be
@@ -76,6 +84,10 @@ async def coordinator(
             f"starts for itself; give all of them --rdzv-endpoint HOST:PORT, with the address of "
             f"one of them, or --store etcd://HOST:PORT of a running etcd"
         )
+    if address is not None and not options["store"] and len(address.endpoints) > 1:
+        async with _one_of_several(address, patience_s) as connected:
+            yield connected
+        return
     with _started(address, options, directory) as own:
         reached = own or address
         assert reached is not None, "without an address a coordinator is started"
@@ -89,6 +101,51 @@ async def coordinator(
             )
         finally:
             await store.close()
+
+
+@asynccontextmanager
+async def _one_of_several(address: Address, patience_s: float) -> AsyncIterator[Coordinator]:
+    """Start this node's member of a coordinator, if it has one, and connect to the coordinator."""
+    members = parse_members(address.endpoints)
+    try:
+        own = CoordinatorMember.started(members, coordinator_secret(address, os.environ))
+    except (NotPrivate, OSError) as error:
+        raise UsageError(f"the coordinator's member of this node cannot start: {error}") from error
+    try:
+        store = await _connect_to_majority(address, own.member if own else None, patience_s)
+        try:
+            yield Coordinator(store, address, is_own=False, is_private=False, member=own)
+        finally:
+            await store.close()
+    finally:
+        if own is not None:
+            await own.close()
+
+
+async def _connect_to_majority(
+    address: Address, own: Member | None, patience_s: float
+) -> EtcdStore:
+    """Connect once a majority of the members has been started.
+
+    Raises:
+        StoreUnavailable: that takes too long.
+    """
+    begun_s = time.monotonic()
+    # First to this node's member, which needs no network.
+    endpoints = sorted(address.endpoints, key=lambda it: own is None or it != own.endpoint)
+    nearest = replace(address, endpoints=tuple(endpoints))
+    while True:
+        try:
+            return await EtcdStore.connect(nearest, deadline_s=_START_S)
+        except StoreUnavailable:
+            waited_s = time.monotonic() - begun_s
+            if waited_s > patience_s:
+                raise
+            log.warning(
+                "for %.0f s no majority of the coordinator's members %s has answered; each is "
+                "started by the agent of its node, which is given the same names and secret",
+                waited_s, ", ".join(address.endpoints),
+            )  # fmt: skip
 
 
 def _named_address(options: Mapping[str, Any]) -> Address | None:

@@ -123,7 +123,8 @@ _SECRET_FILE = click.option(
 @_torch_option("--rdzv-id", help="Same as --job.")
 @_torch_option(
     "--rdzv-endpoint",
-    help="HOST:PORT of the coordinator; the node with this address starts one there.",
+    help="HOST:PORT of the coordinator; the node with this address starts one there. With three or "
+    "five, separated by commas, each of these nodes starts a member, and it outlives each of them.",
 )
 @_torch_option(
     "--rdzv-backend",

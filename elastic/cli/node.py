@@ -39,10 +39,16 @@ from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.local_jobs import registered
+from keepstep.elastic.store.member_process import CoordinatorMember
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.private_files import NotPrivate
 
 log = logging.getLogger("keepstep")
+
+_LOOK_S = 0.2
+_FAREWELL_S = 1.0
+_GONE_AFTER_END_S, _GONE_S = 5.0, 15.0
+"""Seconds without a majority after which a member ends with its agent, whose job is over or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +93,12 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
     async with AsyncExitStack() as stack:
         job = start.options["job"] or start.options["rdzv_id"]
         connected = await stack.enter_async_context(
-            coordinator(start.options, start.policy.min_nodes, start.directory)
+            coordinator(
+                start.options,
+                start.policy.min_nodes,
+                start.directory,
+                start.policy.quorum_timeout_s,
+            )
         )
         host = own_host(connected.address, start.options["local_addr"])
         line = _line(start, host)
@@ -100,8 +111,9 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             # All nodes of a job must find the same name; other jobs of this machine another one.
             suffix = f"-{uuid.uuid4().hex[:6]}" if connected.is_private else ""
             job = left[1].job if left else f"{Path(start.command.target).stem}{suffix}"
-        if connected.is_own:
-            stack.enter_context(registered(job, connected.address))
+        if connected.is_own or connected.member is not None:
+            name = connected.member.member.endpoint if connected.member is not None else ""
+            stack.enter_context(registered(job, connected.address, name))
         try:
             node = start.options["node"] or stack.enter_context(own_node_name(job))
         except (NotPrivate, OSError) as error:
@@ -135,8 +147,9 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
         log.info("job %s on %s", job, connected.address.url)
         if connected.is_own and start.policy.max_nodes > 1:
             log.warning(
-                "this node serves the coordinator: if it is lost, training stands still until its "
-                "line is run again; --store with an etcd of its own outlives any node"
+                "this node serves the coordinator alone: if it is lost, training stands still "
+                "until its line is run again, else the job ends; --rdzv-endpoint with three names, "
+                "or --store with an etcd of its own, outlives any node"
             )
         failure: JobFailed | None = None
         succeeded = False
@@ -150,8 +163,9 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
             failure = failed
         if start.fork_server is not None:
             await start.fork_server.close()
-        if connected.is_own:
-            serving = asyncio.ensure_future(_serve_others(connected.store, job))
+        if connected.is_own or connected.member is not None:
+            is_over = stop.number is None
+            serving = asyncio.ensure_future(_serve_others(connected, job, is_over))
             stop.connect(None, serving)
             try:
                 await serving
@@ -221,8 +235,33 @@ async def _take_part(
     raise AssertionError("unreachable: the count does not end")
 
 
-async def _serve_others(store: Store, job: str) -> None:
-    """Keep the coordinator that this process has started until the other nodes have left."""
+async def _serve_others(connected: Coordinator, job: str, is_over: bool) -> None:
+    """Keep what this process serves of the coordinator until the other nodes have left.
+
+    Args:
+        connected: the coordinator.
+        job: the job's name.
+        is_over: whether the job has ended, and not this node alone.
+    """
+    if connected.member is not None and not is_over and not await connected.member.is_needed():
+        return
+    until = [asyncio.ensure_future(_others_have_left(connected.store, job))]
+    if connected.member is not None:
+        until.append(asyncio.ensure_future(_is_dispensable(connected.member, is_over)))
+    try:
+        done, _ = await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+        if connected.member is not None:
+            # What the last node has written to leave is not yet known to its own member.
+            await asyncio.sleep(_FAREWELL_S)
+    finally:
+        for waiting in until:
+            waiting.cancel()
+        await asyncio.gather(*until, return_exceptions=True)
+
+
+async def _others_have_left(store: Store, job: str) -> None:
     has_warned = False
     async for view in views(store, Keys(job)):
         if not view.nodes:
@@ -233,6 +272,19 @@ async def _serve_others(store: Store, job: str) -> None:
                 "still serving the coordinator for %s; interrupt again to end it, and their job",
                 ", ".join(sorted(view.nodes)),
             )
+
+
+async def _is_dispensable(member: CoordinatorMember, is_over: bool) -> None:
+    """Return once the coordinator does not need this member, or it is of no use to others.
+
+    Once the job is over, the others need the majority until they know it. Where that is gone, the
+    nodes that have left with it have seen all nodes leave.
+    """
+    longest_away_s = _GONE_AFTER_END_S if is_over else _GONE_S
+    while True:
+        if member.away_s > longest_away_s or not (is_over or await member.is_needed()):
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def _place(connected: Coordinator, job: str, node: str) -> str:

@@ -4,8 +4,10 @@ Every process that knows the secret derives the same certificate authority from 
 certificate for a new key of its own. So members and clients authenticate each other by mutual TLS,
 and only the secret has to be distributed.
 
-The names in the certificates are constants: a certificate shows that its owner knows the secret,
-whatever address it has. Certificates do not expire: to shut out former clients, replace the secret.
+The name in the certificates is a constant: a certificate shows that its owner knows the secret,
+whatever address it has. Only members among each other insist on the name or address by which they
+are known, so a member's certificate has that too. Certificates do not expire: to shut out former
+clients, replace the secret.
 The secret must be random, because the authority's public key is seen on the network and would let
 somebody try guesses.
 
@@ -15,6 +17,8 @@ Sources: HKDF-SHA256 of RFC 5869; keys on the curve P-256.
 from __future__ import annotations
 
 import datetime
+import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cryptography import x509
@@ -53,13 +57,18 @@ class Certificates:
     key: bytes = field(repr=False)
 
 
-def issue(secret: bytes) -> Certificates:
-    """Return new certificates of the authority that follows from the secret."""
+def issue(secret: bytes, names: Sequence[str] = (SERVER_NAME,)) -> Certificates:
+    """Return new certificates of the authority that follows from the secret.
+
+    Args:
+        secret: of the coordinator.
+        names: host names and addresses in this process's certificate.
+    """
     authority_key = _authority_key(secret)
     own_key = ec.generate_private_key(ec.SECP256R1())
     return Certificates(
         authority=_pem(_authority(authority_key)),
-        certificate=_pem(_issued(authority_key, own_key.public_key())),
+        certificate=_pem(_issued(authority_key, own_key.public_key(), names)),
         key=own_key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
@@ -90,19 +99,30 @@ def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 
 def _issued(
-    authority_key: ec.EllipticCurvePrivateKey, public: ec.EllipticCurvePublicKey
+    authority_key: ec.EllipticCurvePrivateKey,
+    public: ec.EllipticCurvePublicKey,
+    names: Sequence[str],
 ) -> x509.Certificate:
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    return (
+    begun = (
         _begun(SERVER_NAME, public)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(issuer, critical=False)
-        .sign(authority_key, SHA256())
     )
+    if names:
+        alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
+        begun = begun.add_extension(alternatives, critical=False)
+    return begun.sign(authority_key, SHA256())
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
 
 
 def _begun(name: str, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:

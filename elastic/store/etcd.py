@@ -89,13 +89,16 @@ class _WatchRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Endpoint:
+class Endpoint:
+    """A connection to one member: its services, as etcd names them."""
+
     address: str
     channel: Any
     auth: Any
     kv: Any
     lease: Any
     watch: Any
+    cluster: Any
 
 
 class EtcdStore:
@@ -107,11 +110,11 @@ class EtcdStore:
         self._credentials = credentials
         self._token: tuple[tuple[str, str], ...] = ()
         self._endpoints = [
-            _open(endpoint, address.access, credentials) for endpoint in address.endpoints
+            open_endpoint(endpoint, address.access, credentials) for endpoint in address.endpoints
         ]
         self._current = 0
-        self._watches: dict[Any, _Endpoint] = {}
-        self._renewals: tuple[_Endpoint, RenewalStream] | None = None
+        self._watches: dict[Any, Endpoint] = {}
+        self._renewals: tuple[Endpoint, RenewalStream] | None = None
         self._is_renewing = asyncio.Lock()
 
     @classmethod
@@ -230,7 +233,7 @@ class EtcdStore:
         await asyncio.gather(*(endpoint.channel.close() for endpoint in self._endpoints))
 
     async def _watch_once(
-        self, endpoint: _Endpoint, prefix: str, after: int
+        self, endpoint: Endpoint, prefix: str, after: int
     ) -> AsyncIterator[tuple[Change, ...] | Reset]:
         create = rpc.WatchCreateRequest(
             key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
@@ -265,7 +268,7 @@ class EtcdStore:
             ended.set()
 
     async def _call(
-        self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False
+        self, attempt: Callable[[Endpoint], Awaitable[T]], *, is_write: bool = False
     ) -> T:
         """Try endpoints in turn until one answers or the deadline passes."""
         until_s = time.monotonic() + self._deadline_s
@@ -310,7 +313,7 @@ class EtcdStore:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
-    def _renewals_at(self, endpoint: _Endpoint) -> RenewalStream:
+    def _renewals_at(self, endpoint: Endpoint) -> RenewalStream:
         """Return the stream on which leases are renewed, to this endpoint from now on."""
         if self._renewals is not None:
             used, stream = self._renewals
@@ -326,7 +329,7 @@ class EtcdStore:
     def _options(self) -> dict[str, Any]:
         return {"timeout": _ATTEMPT_S, "metadata": self._token}
 
-    async def _authenticate(self, endpoint: _Endpoint) -> bool:
+    async def _authenticate(self, endpoint: Endpoint) -> bool:
         """Get a token for the user and password.
 
         Returns False if the member did not answer; then the next endpoint is used.
@@ -356,7 +359,7 @@ class EtcdStore:
         self._token = (("token", reply.token),)
         return True
 
-    def _switch_endpoint(self, failed: _Endpoint) -> None:
+    def _switch_endpoint(self, failed: Endpoint) -> None:
         """Use the next endpoint from now on, unless another call has already switched."""
         if self._endpoints[self._current] is not failed or len(self._endpoints) == 1:
             return
@@ -366,7 +369,8 @@ class EtcdStore:
                 call.cancel()
 
 
-def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
+def open_endpoint(address: str, access: Access, credentials: Credentials) -> Endpoint:
+    """Return a connection to one member, whose channel the caller closes."""
     if access is not Access.PLAIN:
         channel_credentials = grpc.ssl_channel_credentials(
             credentials.authority, credentials.key, credentials.certificate
@@ -377,8 +381,8 @@ def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
         channel = grpc.aio.secure_channel(address, channel_credentials, options=options)
     else:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    services = ("Auth", "KV", "Lease", "Watch")
-    return _Endpoint(
+    services = ("Auth", "KV", "Lease", "Watch", "Cluster")
+    return Endpoint(
         address, channel, *(stub(f"etcdserverpb.{service}", channel) for service in services)
     )
 

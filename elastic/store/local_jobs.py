@@ -51,15 +51,20 @@ class LocalJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextmanager
-def registered(job: str, address: Address) -> Iterator[None]:
+def registered(job: str, address: Address, member: str = "") -> Iterator[None]:
     """Register the job under its name while the context lasts.
+
+    Args:
+        job: its name.
+        address: of its coordinator.
+        member: the member of this agent, if the coordinator has several.
 
     Raises:
         UsageError: a job of that name already runs on this machine, or the directory of
             registrations is not private.
     """
     for other in local_jobs():
-        if other.job == job:
+        if other.job == job and not (member and other.store == address.url):
             raise UsageError(
                 f"a job named {job!r} already runs on this machine (process {other.pid}); "
                 f"choose another --job name, or join it with --store {other.store}"
@@ -67,7 +72,7 @@ def registered(job: str, address: Address) -> Iterator[None]:
     secret_file = None if address.secret_file is None else str(address.secret_file.absolute())
     entry = LocalJob(job=job, store=address.url, pid=os.getpid(), secret_file=secret_file)
     try:
-        path = _path(job)
+        path = _path(job, member)
     except NotPrivate as error:
         raise UsageError(str(error)) from error
     # Monitors read the directory every other second, and must not find a partial file.
@@ -76,7 +81,7 @@ def registered(job: str, address: Address) -> Iterator[None]:
 
 
 def local_jobs() -> tuple[LocalJob, ...]:
-    """Return the jobs whose agents live. Needs no permission to write.
+    """Return the jobs whose agents live, each once. Needs no permission to write.
 
     Raises:
         UsageError: the directory of registrations belongs to another user, or others may use it.
@@ -89,7 +94,7 @@ def local_jobs() -> tuple[LocalJob, ...]:
         return ()
     except NotPrivate as error:
         raise UsageError(str(error)) from error
-    jobs = []
+    jobs: list[LocalJob] = []
     for path in sorted(directory.glob("*.json")):
         try:
             entry = msgspec.json.decode(read_file(path), type=LocalJob)
@@ -97,17 +102,19 @@ def local_jobs() -> tuple[LocalJob, ...]:
         except (OSError, NotPrivate, msgspec.MsgspecError, ValueError):
             continue  # The job has just ended, or the file is not ours.
         if is_alive:
-            jobs.append(entry)
+            # Several members of one coordinator may be on this machine.
+            if all((entry.job, entry.store) != (other.job, other.store) for other in jobs):
+                jobs.append(entry)
         else:
             with suppress(OSError):
                 path.unlink()
     return tuple(jobs)
 
 
-def _path(job: str) -> Path:
+def _path(job: str, member: str) -> Path:
     created_directory(runtime_directory())
     directory = created_directory(runtime_directory() / "jobs")
     # A job's name may hold a slash, or be longer than a file's name; the digest keeps two distinct.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:128]
-    digest = hashlib.sha256(os.fsencode(job)).hexdigest()[:12]
+    digest = hashlib.sha256(os.fsencode(f"{job}\0{member}" if member else job)).hexdigest()[:12]
     return directory / f"{name}-{digest}.json"

@@ -229,6 +229,7 @@ PURE = (
     "elastic.cloud.notice",
     "elastic.node",
     "elastic.rendezvous",
+    "elastic.store.members",
     "elastic.torchrun.rounds",
     "elastic.torchrun.settings",
     "elastic.data.json_values",
