@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import socket
 import subprocess
 import time
@@ -17,15 +16,9 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from ops import local_azurite
 from tests.adaptive_timeouts import patient
 from tests.integration.checkpoint.recorded_s3 import Recorder
-
-_ROOT = Path(__file__).parents[3]
-_AZURITE_ACCOUNT = "devstoreaccount1"
-_AZURITE_KEY = (
-    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-)
-"""Azurite's own account, which is in its documentation."""
 
 
 @pytest.fixture(scope="session")
@@ -93,39 +86,17 @@ def gcs() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a new container in Azurite, with the environment variables that adlfs reads."""
-    pytest.importorskip("adlfs", reason="adlfs is not installed")
-    from azure.storage.blob import BlobServiceClient
-
-    program = shutil.which("azurite-blob", path=str(_ROOT / "node_modules/.bin"))
-    program = program or shutil.which("azurite-blob")
-    if program is None:
-        pytest.skip("azurite is not installed: make storages-test installs it")
-    port, container = _free_port(), uuid.uuid4().hex
-    connection = (
-        f"DefaultEndpointsProtocol=http;AccountName={_AZURITE_ACCOUNT};AccountKey={_AZURITE_KEY};"
-        f"BlobEndpoint=http://127.0.0.1:{port}/{_AZURITE_ACCOUNT};"
-    )
-    options = ("--inMemoryPersistence", "--skipApiVersionCheck", "--silent", "--disableTelemetry")
-    with (
-        _served(
-            [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), *options],
-            port,
-            tmp_path_factory.mktemp("azurite"),
-        ),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
-        with BlobServiceClient.from_connection_string(connection) as client:
-            client.create_container(container)
-        yield f"az://{container}"
+    reason = local_azurite.not_installed()
+    if reason is not None:
+        pytest.skip(reason)
+    with local_azurite.azurite(tmp_path_factory.mktemp("azurite"), patient(30)) as container:
+        yield container
 
 
 @contextmanager
-def _served(command: Sequence[str], port: int, directory: Path | None = None) -> Iterator[None]:
+def _served(command: Sequence[str], port: int) -> Iterator[None]:
     """Run a server until the block ends; it serves when the block begins."""
-    with subprocess.Popen(
-        command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             until_s = time.monotonic() + patient(30)
             while not _accepts(port):
