@@ -15,6 +15,7 @@ from keepstep.elastic.rendezvous.kept_state import (
     KeptState,
     choose_state,
     is_kept,
+    is_news,
     record_to_go_on,
     view_to_go_on,
     view_to_keep,
@@ -58,6 +59,19 @@ def test_what_is_left_is_read_as_it_was_written_without_other_nodes() -> None:
     assert KeptState.decode(KEPT.encode()) == KEPT
     assert KEPT.view.nodes == {}
     assert KEPT.view.generation == VIEW.generation
+
+
+@pytest.mark.parametrize("name", ["secret", "generation", "checkpoint", "scale", "pause", "result"])
+def test_what_changes_how_the_next_agent_goes_on_is_written(name: str) -> None:
+    for revision in (1, 99):
+        changed = replace(KEPT.view, revisions={**KEPT.view.revisions, name: revision})
+        assert is_news(KEPT, replace(KEPT, view=changed))
+        assert is_news(replace(KEPT, view=changed), KEPT)
+    assert is_news(KEPT, replace(KEPT, record=replace(KEPT.record, generation=4)))
+    assert not is_news(KEPT, KEPT)
+    # Nothing is written for each snapshot.
+    later = replace(KEPT.record, step=42, sealed=(SnapshotId(3, 42),))
+    assert not is_news(KEPT, replace(KEPT, record=later))
 
 
 def test_what_cannot_be_written_leaves_nothing_older(
