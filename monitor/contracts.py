@@ -220,6 +220,10 @@ class JobStatus:
         snapshot_step: newest step that is committed in memory; None before the first.
         checkpoint_step: newest step in storage.
         checkpoint_url: where that checkpoint is stored.
+        checkpoint_at_s: when it was published; 0.0: not known.
+        store_failure: which step could not be stored, and why; "" if the newest one was.
+        store_failed_at_s: when that was.
+        changing: why the generation ends, while there is no next one; "" otherwise.
         parity: number of nodes of each group that may be lost without losing the state in memory.
         standstill_s: how long the job may stand still; 0.0: for ever, or not known.
         paused: why the job is paused; "" if it is not.
@@ -233,6 +237,10 @@ class JobStatus:
     snapshot_step: int | None = None
     checkpoint_step: int | None = None
     checkpoint_url: str = ""
+    checkpoint_at_s: float = 0.0
+    store_failure: str = ""
+    store_failed_at_s: float = 0.0
+    changing: str = ""
     parity: int = 0
     standstill_s: float = 0.0
     paused: str = ""

@@ -99,6 +99,9 @@ class Measure(IntEnum):
     GRADIENT_NORM = 1
     REPLICA_CHECKSUM = 2
     """Checksum (32 bits) of state that must be equal on all ranks of `communicator`."""
+    TOKENS = 3
+    """Tokens that this rank takes part of the step's batch; 0 if another rank counts them, as of
+    ranks of one tensor-parallel or pipeline-parallel group."""
 
 
 class Flag(IntEnum):

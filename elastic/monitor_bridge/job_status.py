@@ -33,6 +33,7 @@ def job_status_of(view: View) -> JobStatus | None:
         )
     recoveries = tuple(map(_recovery_status, view.history.recoveries))
     limits = view.leadership.limits if view.leadership is not None else None
+    failure = view.store_failure
     began_at_s = recoveries[0].detected_at_s if recoveries else generation.detected_at_s
     return JobStatus(
         began_at_s=began_at_s or generation.opened_at_s,
@@ -42,6 +43,10 @@ def job_status_of(view: View) -> JobStatus | None:
         snapshot_step=view.snapshot.snapshot.step if view.snapshot else None,
         checkpoint_step=view.checkpoint.step if view.checkpoint else None,
         checkpoint_url=view.checkpoint.url if view.checkpoint else "",
+        checkpoint_at_s=view.checkpoint.at_s if view.checkpoint else 0.0,
+        store_failure=f"step {failure.step}: {failure.reason}" if failure else "",
+        store_failed_at_s=failure.at_s if failure else 0.0,
+        changing=view.closing.reason if view.closing is not None and view.is_closing else "",
         parity=generation.parity,
         standstill_s=limits.standstill_s if limits is not None else 0.0,
         paused=view.pause.reason if view.pause else "",

@@ -88,10 +88,14 @@ def render(overview: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -
 def _head(overview: Mapping[str, Any]) -> str:
     step = max((rank["step"] for rank in overview["ranks"]), default=0)
     states = [rank["state"] for rank in overview["ranks"]]
-    step_time = _seconds(overview["typical_step_s"])
-    head = f"job {overview['job']}   step {step}   a step takes {step_time}"
-    if overview["loss"] is not None:
-        head += f"   loss {overview['loss']:.4g}"
+    pace, reported = overview["pace"], overview["reported"]
+    head = f"job {overview['job']}   step {step}   {pace['name']}"
+    if pace["seconds"] is not None or pace["name"] == "a step takes":
+        head += f" {_seconds(pace['seconds'])}"
+    if reported["loss"] is not None:
+        head += f"   loss {reported['loss']:.4g}"
+    if reported["tokens_per_s"] is not None:
+        head += f"   {reported['tokens_per_s']:,.0f} tokens/s"
     head += f"   ranks {states.count('alive')} of {overview['ranks_total']} alive"
     if "unheard" in states:
         head += f", {states.count('unheard')} not reporting"

@@ -43,6 +43,7 @@ from keepstep.monitor.views.events import EventFile
 from keepstep.monitor.views.pages import no_ranks_text
 from keepstep.monitor.views.service import application
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
+from keepstep.monitor.watch.job_events import JobEvent
 from keepstep.monitor.watch.state_file import SavedState, load_state, save_state
 from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
 from keepstep.monitor.watch.verdict_notes import NoteRequest, VerdictNote
@@ -122,6 +123,11 @@ class Daemon:
         """The last status of the job's runtime."""
         return self._runtime.job_status
 
+    @property
+    def events(self) -> Sequence[JobEvent]:
+        """Events of the job since the daemon started, oldest first."""
+        return tuple(self._runtime.events)
+
     def recorded(self) -> Sequence[str]:
         """Return the jobs that are recorded on this node."""
         return self._components.recorded()
@@ -156,7 +162,9 @@ class Daemon:
         """
         note = await self.on_watch(lambda watch: watch.note_verdict(number, request))
         self._write_event(partial(EventFile.noted, number=number, note=note, wall_s=time.time()))
-        _LOG.info("verdict %d: %s", number, "not muted any more" if note is None else note.text)
+        text = "its note is removed" if note is None else note.text
+        _LOG.info("verdict %d: %s", number, text)
+        self._runtime.events.append(JobEvent(time.time(), f"verdict #{number}", text))
         await self._save_state()
         return note
 

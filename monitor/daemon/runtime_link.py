@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -34,10 +35,12 @@ from keepstep.monitor.diagnosis.subjects import begun_since, with_job_nodes
 from keepstep.monitor.errors import RuntimeUnreachable
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
+from keepstep.monitor.watch.job_events import JobEvent, status_events
 from keepstep.monitor.watch.verdict_notes import NoteKind
 
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
+_KEPT_EVENTS = 200
 _ENFORCING_MODES = (Mode.RESTART, Mode.REPLACE)
 
 
@@ -74,6 +77,8 @@ class RuntimeLink:
         self.job_status: JobStatus | None = None
         """The last status of the job; None if there is no such job, or its runtime failed."""
         self.policy_state = policy_state
+        self.events: deque[JobEvent] = deque(maxlen=_KEPT_EVENTS)
+        """The newest events of the job since the daemon started, oldest first."""
         self._job = job
         self._components = components
         self._blocking = blocking
@@ -87,6 +92,7 @@ class RuntimeLink:
         # None at first: verdicts that an earlier daemon published may no longer hold.
         self._published: tuple[int, tuple[Verdict, ...]] | None = None
         self._acknowledged: tuple[Verdict, ...] = ()
+        self._seen: JobStatus | None = None
 
     async def refresh_status(self) -> None:
         """Read the job's status from the runtime, if there is one."""
@@ -98,6 +104,7 @@ class RuntimeLink:
         self.job_status = result[0] if result is not None else None
         if result is None:
             return
+        self._note_events(result[0])
         if self.job_status is not None:
             generation = self.job_status.generation
             self._log_state(
@@ -245,6 +252,8 @@ class RuntimeLink:
         if action.kind is ActionKind.ALERT and action.verdict in self._acknowledged:
             return
         _LOG.warning("%s; %s", action, outcome)
+        what = f"{action.kind}: {action.subject}, {action.verdict.syndrome}"
+        self.events.append(JobEvent(self._wall_s(), what, outcome))
         self._record_action(action, outcome)
 
     def _alert_refused(self, action: EnforcementAction) -> None:
@@ -252,6 +261,15 @@ class RuntimeLink:
         self.policy_state, alert = alert_refused(self._components.policy, self.policy_state, action)
         if alert is not None:
             self._report(alert, "alerted")
+
+    def _note_events(self, status: JobStatus | None) -> None:
+        if status is None:
+            return
+        if self._seen is not None and self._seen.began_at_s != status.began_at_s:
+            self._seen = None
+            self.events.clear()
+        self.events.extend(status_events(self._seen, status, self._wall_s()))
+        self._seen = status
 
     def _is_enforcing(self) -> bool:
         policy = self._components.policy

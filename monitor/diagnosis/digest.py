@@ -38,6 +38,7 @@ from keepstep.monitor.records import (
     Communicator,
     Flag,
     Kind,
+    Measure,
     Operation,
     Phase,
     RankRecords,
@@ -482,7 +483,8 @@ def _measures(batch: RecordBatch, cuts: np.ndarray) -> np.ndarray:
 
     Updates in `cuts` the newest reported measure.
     """
-    chosen = np.flatnonzero(batch.records["kind"] == Kind.MEASURE)
+    is_judged = batch.records["code"] != Measure.TOKENS
+    chosen = np.flatnonzero((batch.records["kind"] == Kind.MEASURE) & is_judged)
     chosen = chosen[batch.records["stamp"][chosen] > cuts["measured"][batch.owner[chosen]]]
     records, owner = batch.records.take(chosen), batch.owner[chosen]
     rows = np.zeros(len(records), MEASURE)

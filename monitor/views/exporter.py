@@ -20,9 +20,20 @@ from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.node.node_series import metrics_from_json, node_series
 from keepstep.monitor.records import Ending
 from keepstep.monitor.verdicts import Syndrome
-from keepstep.monitor.views.pages import job_status_json
+from keepstep.monitor.views.pages import job_status_json, reported
 from keepstep.monitor.watch.watch import Watch
 
+_REPORTED = {
+    "loss": ("keepstep_job_loss", "Newest loss that the loop reports, the median of the ranks."),
+    "gradient_norm": (
+        "keepstep_job_gradient_norm",
+        "Newest norm of the gradients that the loop reports.",
+    ),
+    "tokens_per_s": (
+        "keepstep_job_tokens_per_second",
+        "Tokens of all ranks in a step, by the median time of the newest steps.",
+    ),
+}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -158,6 +169,9 @@ class _Collector(Collector):
                 self._job,
                 typical,
             )
+        for name, value in reported(self._watch.rank_views.ranks(), typical).items():
+            if value is not None:
+                yield _gauge(*_REPORTED[name], self._job, value)
         count = len(self._watch.rank_views.ranks())
         yield _gauge("keepstep_job_ranks", "Monitored ranks.", self._job, count)
         job_status, status_json = self._job_status, job_status_json(self._job_status, typical)

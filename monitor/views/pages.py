@@ -16,6 +16,7 @@ import numpy as np
 from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.records import (
     Communicator,
+    Ending,
     Kind,
     Measure,
     Operation,
@@ -25,6 +26,7 @@ from keepstep.monitor.records import (
 )
 from keepstep.monitor.telemetry.record_history import RankHistory
 from keepstep.monitor.watch.goodput import goodput
+from keepstep.monitor.watch.job_events import JobEvent
 from keepstep.monitor.watch.matrices import delays, present_waits
 from keepstep.monitor.watch.step_times import (
     TimelineSpan,
@@ -39,6 +41,8 @@ from keepstep.monitor.watch.watch import Watch
 _UNHEARD_S = 5.0
 """A rank without a reading for so long has an unknown state: its node's daemon, or one on the way,
 does not answer."""
+_QUIET_S, _QUIET_STEPS = 5.0, 5.0
+"""A standstill of all ranks that is longer than this, and than so many steps, is shown as one."""
 _MOST_RANKS = 4096
 """Greatest number of ranks in an overview: those without progress for the longest time."""
 _MOST_RANKS_IN_MATRICES = 1024
@@ -50,7 +54,11 @@ _NEWEST_IN_MATRICES, _MOST_IN_MATRICES = 512, 1 << 17
 
 
 def overview(
-    watch: Watch, job: str, job_status: JobStatus | None, recorded: Callable[[], Sequence[str]]
+    watch: Watch,
+    job: str,
+    job_status: JobStatus | None,
+    recorded: Callable[[], Sequence[str]],
+    events: Sequence[JobEvent] = (),
 ) -> dict[str, Any]:
     """Return the ranks and their activity, the nodes, and the verdicts that hold or held.
 
@@ -59,6 +67,7 @@ def overview(
         job: its name.
         job_status: of the job's runtime.
         recorded: returns the jobs recorded on this node; called if no rank of this job is known.
+        events: what happened to the job.
     """
     now_s = time.time()
     histories = watch.rank_views.ranks()
@@ -86,7 +95,9 @@ def overview(
         ],
         "missing": dict(watch.child_registry.missing),
         "typical_step_s": typical_step_s,
-        "loss": _loss(histories),
+        "pace": _pace(watch, histories, job_status, now_s),
+        "reported": reported(histories, typical_step_s),
+        "events": [asdict(event) for event in events],
         "verdicts": [_entry_json(watch, entry, now_s) for entry in reversed(watch.log.entries)],
         "notes": [note.to_json() for note in watch.log.notes_in_force(now_s)],
         "job_status": job_status_json(job_status, typical_step_s),
@@ -100,11 +111,54 @@ def _entry_json(watch: Watch, entry: VerdictEntry, wall_s: float) -> dict[str, A
     return {**entry.to_json(), "note": None if note is None else note.to_json()}
 
 
-def _loss(histories: Sequence[RankHistory]) -> float | None:
-    """Return the newest loss, the median of ranks that report one; None if none does."""
-    reported = [history.newest_measure(Measure.LOSS) for history in histories]
-    losses = [loss for loss in reported if loss is not None and math.isfinite(loss)]
-    return float(np.median(losses)) if losses else None
+def reported(
+    histories: Sequence[RankHistory], typical_step_s: float | None
+) -> dict[str, float | None]:
+    """Return what the loop reports: loss, gradient norm, tokens per second; None if it does not."""
+    tokens = _newest(histories, Measure.TOKENS)
+    return {
+        "loss": _median(_newest(histories, Measure.LOSS)),
+        "gradient_norm": _median(_newest(histories, Measure.GRADIENT_NORM)),
+        "tokens_per_s": sum(tokens) / typical_step_s if tokens and typical_step_s else None,
+    }
+
+
+def _newest(histories: Sequence[RankHistory], measure: Measure) -> list[float]:
+    values = [history.newest_measure(measure) for history in histories]
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None
+
+
+def _pace(
+    watch: Watch, histories: Sequence[RankHistory], status: JobStatus | None, wall_s: float
+) -> dict[str, Any]:
+    """Return how the job moves now: a name for people, and for how many seconds, if it is known.
+
+    What a step usually takes is said only of a job that takes steps.
+    """
+    typical_s = watch.rank_views.typical_step_s()
+    hangs = [e.since_s for e in watch.log.holding if e.verdict.cost_s_per_step == math.inf]
+    silent_s = min((_silent_s(history) for history in histories), default=0.0)
+    is_over = bool(histories) and not any(history.state.is_alive for history in histories)
+    last = status.recoveries[-1] if status is not None and status.recoveries else None
+    name, seconds = "a step takes", typical_s
+    if status is not None and status.paused:
+        name, seconds = "paused for", wall_s - status.paused_at_s
+    elif status is not None and status.changing:
+        name, seconds = "changes members", None
+    elif last is not None and not last.stepped_at_s:
+        name, seconds = "recovers for", wall_s - last.detected_at_s
+    elif hangs:
+        name, seconds = "stands still for", wall_s - min(hangs)
+    elif is_over:
+        is_done = all(history.state.ending == Ending.FINISHED for history in histories)
+        name, seconds = "ended" if is_done else "its ranks are gone", None
+    elif silent_s > max(_QUIET_S, _QUIET_STEPS * (typical_s or 0.0)):
+        name, seconds = "no progress for", silent_s
+    return {"name": name, "seconds": seconds}
 
 
 def no_ranks_text(job: str, recorded: Sequence[str]) -> str:

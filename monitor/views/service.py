@@ -46,6 +46,7 @@ from keepstep.monitor.views.pages import (
     step_timeline,
 )
 from keepstep.monitor.views.shared_answers import SharedAnswers
+from keepstep.monitor.watch.job_events import JobEvent
 from keepstep.monitor.watch.verdict_notes import NoteRequest, VerdictNote
 from keepstep.monitor.watch.watch import Watch
 
@@ -92,6 +93,10 @@ class Backend(Protocol):
     @property
     def job_status(self) -> JobStatus | None:
         """The last status of the job's runtime."""
+
+    @property
+    def events(self) -> Sequence[JobEvent]:
+        """Events of the job since the daemon started, oldest first."""
 
 
 def application(
@@ -234,7 +239,9 @@ class _Handlers:
         backend = self._backend
         return await self._json(
             request,
-            lambda watch: overview(watch, backend.job, backend.job_status, backend.recorded),
+            lambda watch: overview(
+                watch, backend.job, backend.job_status, backend.recorded, backend.events
+            ),
         )
 
     async def heat(self, request: web.Request) -> web.Response:

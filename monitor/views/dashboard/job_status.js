@@ -36,7 +36,7 @@ function eventsOf(overview) {
     const end = entry.closed_at_s === null ? "" : `, ended at ${clock(entry.closed_at_s)}`;
     events.push([entry.since_s, `${entry.verdict.syndrome}: ${entry.subject}${end}`, ""]);
   }
-  if (status.paused) events.push([status.paused_at_s, `paused: ${status.paused}`, ""]);
+  for (const event of overview.events) events.push([event.at_s, event.what, event.then]);
   return events.sort((a, b) => b[0] - a[0]).slice(0, 50);
 }
 

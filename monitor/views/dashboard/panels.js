@@ -181,19 +181,18 @@ export function drawFacts(overview) {
   document.title = `${holds ? "⚠ " : ""}${overview.job} · keepstep`;
   const alive = overview.ranks.filter((rank) => rank.state === "alive").length;
   const unheard = overview.ranks.filter((rank) => rank.state === "unheard").length;
-  const hangs = overview.verdicts.filter(
-    (entry) => entry.closed_at_s === null && entry.verdict.cost_s_per_step === null,
-  );
   const status = overview.job_status;
-  const since = Math.min(...hangs.map((entry) => entry.since_s));
+  const { pace, reported } = overview;
   const facts = [
     ["step", `${Math.max(0, ...overview.ranks.map((rank) => rank.step))}`],
-    status?.paused
-      ? ["paused for", seconds(overview.now_s - status.paused_at_s)]
-      : hangs.length
-        ? ["stands still for", seconds(overview.now_s - since)]
-        : ["a step takes", seconds(overview.typical_step_s)],
-    ...(overview.loss === null ? [] : [["loss", overview.loss.toPrecision(4)]]),
+    [pace.name, pace.seconds === null && pace.name !== "a step takes" ? "·" : seconds(pace.seconds)],
+    ...(reported.loss === null ? [] : [["loss", reported.loss.toPrecision(4)]]),
+    ...(reported.gradient_norm === null
+      ? []
+      : [["gradient norm", reported.gradient_norm.toPrecision(3)]]),
+    ...(reported.tokens_per_s === null
+      ? []
+      : [["tokens a second", Math.round(reported.tokens_per_s).toLocaleString()]]),
     [
       "ranks alive",
       overview.ranks_total > overview.ranks.length

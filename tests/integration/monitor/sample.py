@@ -20,6 +20,7 @@ from keepstep.monitor.records import (
     RECORD,
     Communicator,
     Kind,
+    Measure,
     Operation,
     Phase,
     RankRecords,
@@ -40,6 +41,7 @@ class Plan:
     hang: tuple[int, int] | None = None  # rank, step in whose forward it stops
     neighbours: bool = True  # sends and receives around the ring
     slow_link: tuple[int, int] | None = None
+    reports: bool = False  # whether the loop reports a loss of 2.5 and 512 tokens a rank
     seed: int = 1
 
 
@@ -126,6 +128,11 @@ def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]
                     clock[peer] = max(clock[peer], both + took_s)
         for rank in range(plan.ranks):
             phase(rank, Phase.STEP, step, began[rank], clock[rank])
+            for code, value in ((Measure.LOSS, 2.5), (Measure.TOKENS, 512.0)):
+                if plan.reports:
+                    at = clock[rank]
+                    bits = int(np.float64(value).view(np.int64))
+                    rows[rank].append((Kind.MEASURE, code, 0, 0, step, bits, -1, step, at, at, at))
         if hung:
             break
     return [_records(rank_rows) for rank_rows in rows], group
