@@ -56,9 +56,8 @@ _URL = click.option(
     "--url",
     callback=monitor_url,
     metavar="URL",
-    default=f"http://127.0.0.1:{PORT}",
-    show_default=True,
-    help="The daemon's address.",
+    help="The daemon's address.  [default: that of the job's monitor on this machine, else "
+    f"http://127.0.0.1:{PORT}]",
 )
 _RECORDED_JOB = click.option(
     "--job",
@@ -216,7 +215,7 @@ def trace(
     steps: StepRange | None,
     output: Path,
     per_rank: bool,
-    url: str,
+    url: str | None,
     job: str | None,
     secret_file: Path | None,
 ) -> None:
@@ -260,7 +259,7 @@ def mute(
     for_s: float,
     reason: str,
     by: str,
-    url: str,
+    url: str | None,
     job: str | None,
     secret_file: Path | None,
 ) -> None:
@@ -281,7 +280,7 @@ def mute(
 @_RECORDED_JOB
 @_SECRET
 def acknowledge(
-    number: int, reason: str, by: str, url: str, job: str | None, secret_file: Path | None
+    number: int, reason: str, by: str, url: str | None, job: str | None, secret_file: Path | None
 ) -> None:
     """Say that you look at the verdict of this NUMBER: nobody is alerted of it again.
 
@@ -296,13 +295,13 @@ def acknowledge(
 @_URL
 @_RECORDED_JOB
 @_SECRET
-def unmute(number: int, url: str, job: str | None, secret_file: Path | None) -> None:
+def unmute(number: int, url: str | None, job: str | None, secret_file: Path | None) -> None:
     """End a mute or an acknowledgement of the verdict of this NUMBER."""
     _note(number, NoteRequest(None), url, job, secret_file)
 
 
 def _note(
-    number: int, request: NoteRequest, url: str, job: str | None, secret_file: Path | None
+    number: int, request: NoteRequest, url: str | None, job: str | None, secret_file: Path | None
 ) -> None:
     from keepstep.monitor.cli.notes import note_verdict
 
@@ -319,7 +318,7 @@ def _note(
     is_flag=True,
     help="Print once instead of following, as without a terminal.",
 )
-def top(url: str, job: str | None, secret_file: Path | None, once: bool) -> None:
+def top(url: str | None, job: str | None, secret_file: Path | None, once: bool) -> None:
     """Show live ranks, steps, step times and verdicts in the terminal."""
     from keepstep.monitor.cli.top import show
 
@@ -327,11 +326,12 @@ def top(url: str, job: str | None, secret_file: Path | None, once: bool) -> None
     show(address, job_secret(name, secret_file), once=once)
 
 
-def _daemon_of(url: str, job: str | None) -> tuple[str, str]:
+def _daemon_of(url: str | None, job: str | None) -> tuple[str, str]:
     """Return the address of a daemon and the name of its job, given the options of a command."""
+    from keepstep.monitor.daemon.local_monitors import local_monitors
     from keepstep.monitor.telemetry.ring_files import running_jobs
 
-    address, _, fragment = url.partition("#")
+    address, _, fragment = (url or "").partition("#")
     if fragment:
         raise click.UsageError(
             "--url has a token, which every user of this machine can see in the list of processes; "
@@ -342,7 +342,9 @@ def _daemon_of(url: str, job: str | None) -> tuple[str, str]:
         raise click.UsageError(
             f"several jobs are recorded on this machine: {', '.join(running)}; give --job"
         )
-    return address, job or (running[0] if running else "default")
+    name = job or (running[0] if running else "default")
+    topmost = (one.url for one in local_monitors() if one.diagnoses and one.job == name)
+    return address or next(topmost, f"http://127.0.0.1:{PORT}"), name
 
 
 def _run(
@@ -372,6 +374,7 @@ def _run(
     # These imports take a moment, and --print-token and --help do not need them.
     from keepstep.monitor.daemon.assembly import assemble
     from keepstep.monitor.daemon.daemon import Daemon
+    from keepstep.monitor.daemon.local_monitors import LocalMonitor, registered
     from keepstep.monitor.daemon.settings import Settings
     from keepstep.monitor.diagnosis.policy import EnforcementPolicy, Mode
 
@@ -419,7 +422,10 @@ def _run(
             # of a service manager either.
             is_shown = not open_page and sys.stdout.isatty()
             fragment = f"#token={bearer_token(secret)}" if is_shown else ""
-            click.echo(f"watching job {job}: {daemon.address.result()}/{fragment}")
+            address = daemon.address.result()
+            click.echo(f"watching job {job}: {address}/{fragment}")
+            with registered(LocalMonitor(job, address, diagnoses=not relay)):
+                await running
         await running
 
     asyncio.run(serve())

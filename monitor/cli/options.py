@@ -67,10 +67,10 @@ def named(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 def monitor_url(
-    context: click.Context, parameter: click.Parameter, value: str | Sequence[str]
-) -> str | Sequence[str]:
+    context: click.Context, parameter: click.Parameter, value: str | Sequence[str] | None
+) -> str | Sequence[str] | None:
     """Return URLs of daemons, one or several; click reports an error if one is not valid."""
-    for url in (value,) if isinstance(value, str) else value:
+    for url in (value,) if isinstance(value, str) else value or ():
         try:
             parts = urlsplit(url)
             is_http = parts.scheme in ("http", "https")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from keepstep.monitor.contracts import JobRuntime
+from keepstep.monitor.daemon.local_monitors import local_monitors
 from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, DiagnosisState, conclude
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
@@ -51,6 +52,7 @@ def assemble(
         enforcer=runtime.enforcer if runtime else None,
         children=children,
         recorded=recorded_jobs,
+        monitors=local_monitors,
     )
 
 

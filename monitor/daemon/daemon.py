@@ -132,6 +132,14 @@ class Daemon:
         """Return the jobs that are recorded on this node."""
         return self._components.recorded()
 
+    def other_pages(self) -> Mapping[str, str]:
+        """Return the pages of other jobs' monitors on this node, by job."""
+        return {
+            monitor.job: monitor.url
+            for monitor in self._components.monitors()
+            if monitor.diagnoses and monitor.job != self.job
+        }
+
     async def on_watch(self, function: Callable[[Watch], _Result]) -> _Result:
         """Return the result of a function of the watch, called on the watch's thread."""
         return await self._watch_thread.call(function)

@@ -15,6 +15,7 @@ from keepstep.monitor.contracts import (
     Probe,
     VerdictPublisher,
 )
+from keepstep.monitor.daemon.local_monitors import LocalMonitor
 from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.secret import is_loopback
@@ -87,6 +88,7 @@ class DaemonComponents:
         enforcer: carries out actions other than alerts; None where there are only alerts.
         children: returns the URLs of the child daemons; called in every round.
         recorded: returns the jobs recorded on this node, for a user who has the wrong name.
+        monitors: returns the monitors on this node, for a user who has several jobs.
     """
 
     probe: Probe
@@ -99,3 +101,4 @@ class DaemonComponents:
     enforcer: Enforcer | None = None
     children: Callable[[], Sequence[str]] = tuple
     recorded: Callable[[], Sequence[str]] = tuple
+    monitors: Callable[[], Sequence[LocalMonitor]] = tuple

@@ -59,6 +59,7 @@ def overview(
     job_status: JobStatus | None,
     recorded: Callable[[], Sequence[str]],
     events: Sequence[JobEvent] = (),
+    other_pages: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the ranks and their activity, the nodes, and the verdicts that hold or held.
 
@@ -68,6 +69,7 @@ def overview(
         job_status: of the job's runtime.
         recorded: returns the jobs recorded on this node; called if no rank of this job is known.
         events: what happened to the job.
+        other_pages: URLs of the pages of other jobs on this node.
     """
     now_s = time.time()
     histories = watch.rank_views.ranks()
@@ -97,6 +99,7 @@ def overview(
         "typical_step_s": typical_step_s,
         "pace": _pace(watch, histories, job_status, now_s),
         "reported": reported(histories, typical_step_s),
+        "other_pages": dict(other_pages or {}),
         "events": [asdict(event) for event in events],
         "verdicts": [_entry_json(watch, entry, now_s) for entry in reversed(watch.log.entries)],
         "notes": [note.to_json() for note in watch.log.notes_in_force(now_s)],

@@ -78,6 +78,9 @@ class Backend(Protocol):
     def recorded(self) -> Sequence[str]:
         """Return the jobs that are recorded on this node."""
 
+    def other_pages(self) -> Mapping[str, str]:
+        """Return the pages of other jobs' monitors on this node, by job."""
+
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank, on any node."""
 
@@ -240,7 +243,12 @@ class _Handlers:
         return await self._json(
             request,
             lambda watch: overview(
-                watch, backend.job, backend.job_status, backend.recorded, backend.events
+                watch,
+                backend.job,
+                backend.job_status,
+                backend.recorded,
+                backend.events,
+                backend.other_pages(),
             ),
         )
 

@@ -142,7 +142,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.daemon": (
             "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
             " monitor.secret monitor.telemetry monitor.tree monitor.verdicts monitor.views"
-            " monitor.watch transport"
+            " monitor.watch private_files transport"
         ),
         "monitor.preflight": "monitor.errors monitor.secret transport",
         "monitor.cli": (

@@ -174,7 +174,29 @@ export function drawVerdicts(overview) {
   });
 }
 
+// An address that only its own machine reaches is opened at the host by which this page was.
+function pageAddress(url) {
+  const page = new URL(url);
+  if (["127.0.0.1", "[::1]", "0.0.0.0", "[::]"].includes(page.hostname))
+    page.hostname = location.hostname;
+  return page.href;
+}
+
+function drawJobs(overview) {
+  const choice = document.getElementById("jobs");
+  const others = Object.entries(overview.other_pages);
+  choice.hidden = !others.length;
+  ifChanged("jobs", others, () =>
+    choice.replaceChildren(
+      make("option", { value: "" }, "other jobs here …"),
+      ...others.map(([job, url]) => make("option", { value: pageAddress(url) }, job)),
+    ),
+  );
+  choice.onchange = () => choice.value && location.assign(choice.value);
+}
+
 export function drawFacts(overview) {
+  drawJobs(overview);
   document.getElementById("job").textContent = overview.job;
   document.getElementById("where").textContent = `monitor on ${overview.node}`;
   const holds = overview.verdicts.some((entry) => entry.closed_at_s === null);

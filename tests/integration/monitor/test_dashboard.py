@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.monitor.contracts import JobStatus
+from keepstep.monitor.daemon.local_monitors import LocalMonitor
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.verdicts import Syndrome
@@ -153,6 +154,35 @@ def test_what_the_loop_reports_and_what_happened_are_shown(tmp_path: Path) -> No
             reader=SampleReader(Plan(ranks=4, reports=True), time.monotonic() - 10),
             diagnosis=FixedDiagnosis(),
             job_status_source=Storing(time.time() - 200),
+        ),
+        look,
+    )
+
+
+def test_other_jobs_of_this_machine_are_a_choice_away_at_the_host_of_the_page() -> None:
+    def look(page: Browser, url: str) -> None:
+        page.open(with_token(url.replace("127.0.0.1", "localhost")))
+        page.until("return !document.querySelector('#jobs').hidden")
+        options = (
+            "return [...document.querySelectorAll('#jobs option')].map((o) => [o.text, o.value])"
+        )
+        assert page.run(options)[1:] == [
+            ["<i>run8</i>", "http://localhost:8434/"],
+            ["run9", "http://10.0.0.2:8433/"],
+        ]
+
+    pages = (
+        LocalMonitor("<b>run7</b>", "http://127.0.0.1:8433", diagnoses=True),
+        LocalMonitor("<i>run8</i>", "http://127.0.0.1:8434", diagnoses=True),
+        LocalMonitor("run9", "http://10.0.0.2:8433", diagnoses=True),
+        LocalMonitor("run9", "http://127.0.0.1:8435", diagnoses=False),
+    )
+    visit(
+        DaemonComponents(
+            probe=Probe(),
+            reader=SampleReader(Plan(ranks=2), time.monotonic() - 5),
+            diagnosis=FixedDiagnosis(),
+            monitors=lambda: pages,
         ),
         look,
     )

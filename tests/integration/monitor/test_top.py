@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from keepstep.monitor.errors import MonitorUnreachable
 from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.views.pages import overview
 from keepstep.monitor.watch.watch import Watch
+from tests.adaptive_timeouts import patient
 from tests.integration.monitor.parts import settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleJobStatus, SampleReader, verdict
@@ -190,3 +192,34 @@ def test_verdict_is_muted_by_a_key() -> None:
                 os.close(terminal)
 
     asyncio.run(check())
+
+
+def test_monitor_of_a_job_is_found_by_the_name_of_the_job(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "KEEPSTEP_SECRET": "x" * 32}
+    environment["KEEPSTEP_MONITOR_DIR"] = str(tmp_path / "rings")
+
+    def command(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "keepstep", *arguments]
+
+    with ExitStack() as stack:
+        for job in ("run7", "run8"):
+            monitor = stack.enter_context(
+                subprocess.Popen(
+                    command("monitor", "--job", job, "--port", "0"),
+                    env=environment, stdout=subprocess.PIPE, text=True,
+                )
+            )  # fmt: skip
+            stack.callback(monitor.terminate)
+            assert monitor.stdout is not None
+            assert monitor.stdout.readline().startswith(f"watching job {job}: ")
+        deadline_s = time.monotonic() + patient(30)
+        shown = ""
+        # A monitor prints its address just before it registers.
+        while "job run8 " not in shown and time.monotonic() < deadline_s:
+            top = subprocess.run(
+                command("top", "--once", "--job", "run8"),
+                env=environment, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            shown = top.stdout
+        assert "job run8 " in shown
+    assert not list((tmp_path / "keepstep" / "monitors").iterdir())
