@@ -43,6 +43,16 @@ class GpuMetrics:
         earlier_xids: how many it saw before those.
         busy_share: 0 to 1; clocks of idle devices fall by themselves and are not judged.
         ranks: ranks whose processes use it; None if that is not known.
+        power_limit_watts: at which it lowers its clocks.
+        memory_celsius: temperature of the device memory (HBM).
+        memory_busy_share: share of time in which device memory was read or written, 0 to 1.
+        remapped_rows: rows of device memory that spare ones have replaced, a counter.
+        nvlink_sent_nbytes: data sent over all NVLinks, a counter.
+        nvlink_received_nbytes: likewise.
+        nvlink_errors: errors of all NVLinks, those too that were corrected by sending again, a
+            counter.
+        nvlink_sent_per_s: bytes per second since the sample before.
+        nvlink_received_per_s: likewise.
     """
 
     index: int
@@ -57,6 +67,15 @@ class GpuMetrics:
     earlier_xids: int = 0
     busy_share: float = 0.0
     ranks: tuple[int, ...] | None = None
+    power_limit_watts: float = 0.0
+    memory_celsius: float = 0.0
+    memory_busy_share: float = 0.0
+    remapped_rows: int = 0
+    nvlink_sent_nbytes: int = 0
+    nvlink_received_nbytes: int = 0
+    nvlink_errors: int = 0
+    nvlink_sent_per_s: float = 0.0
+    nvlink_received_per_s: float = 0.0
 
     @property
     def xid_count(self) -> int:
@@ -83,6 +102,27 @@ class ProcessSample:
     io_nbytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicMetrics:
+    """One network interface.
+
+    Args:
+        name: of the interface, or of an RDMA device and its port.
+        sent_nbytes: a counter.
+        received_nbytes: a counter.
+        errors: packets with errors and dropped ones, of a port errors of its link; a counter.
+        sent_per_s: bytes per second since the sample before.
+        received_per_s: likewise.
+    """
+
+    name: str
+    sent_nbytes: int
+    received_nbytes: int
+    errors: int = 0
+    sent_per_s: float = 0.0
+    received_per_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class NodeMetrics:
     """One node at one moment. 0 means "not known" unless stated otherwise.
@@ -103,6 +143,7 @@ class NodeMetrics:
         gpus: its accelerators.
         stopped_ranks: ranks whose process is stopped (state T).
         processes: the newest sample of each worker's process; some are older than `at_s`.
+        nics: its network interfaces.
     """
 
     node: str
@@ -119,6 +160,7 @@ class NodeMetrics:
     gpus: tuple[GpuMetrics, ...] = ()
     stopped_ranks: tuple[int, ...] = ()
     processes: tuple[ProcessSample, ...] = ()
+    nics: tuple[NicMetrics, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

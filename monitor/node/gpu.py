@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -21,6 +21,17 @@ _KEPT_XIDS = 256
 """Events kept of one device: every sample and every summary has them. Several samples' worth of
 events, so that diagnosis sees each though it reads less often."""
 
+_KIB = 1024
+_MOST_LINKS = 18
+_NVLINK_ERRORS = (
+    "NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
+    "NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL",
+    "NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+    "NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+)
+_VALUE_TYPES = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
+"""The member of a field's union that has its value, by NVML_VALUE_TYPE_*."""
+
 
 class GpuProbe:
     """Measures NVIDIA GPUs. `open` returns None where there is no library or no device answers."""
@@ -31,6 +42,7 @@ class GpuProbe:
         self._xids = xids
         # Of the last query that was answered: a device that fell off the bus answers none.
         self._pids: dict[int, frozenset[int]] = {}
+        self._before: dict[int, tuple[float, GpuMetrics]] = {}
 
     @classmethod
     def open(cls) -> GpuProbe | None:
@@ -54,11 +66,12 @@ class GpuProbe:
             return None
         return cls(pynvml, devices, XidListener.open(pynvml, devices))
 
-    def sample(self, workers: Mapping[int, int]) -> tuple[GpuMetrics, ...]:
+    def sample(self, workers: Mapping[int, int], now_s: float) -> tuple[GpuMetrics, ...]:
         """Return every GPU's measures.
 
         Args:
             workers: process id of each rank: shows which ranks use which device.
+            now_s: monotonic.
         """
         xids = self._xids.collected() if self._xids is not None else {}
         for index, device in self._devices.items():
@@ -67,10 +80,14 @@ class GpuProbe:
                 self._pids[index] = frozenset(int(process.pid) for process in processes)
         visible = {pid for pids in self._pids.values() for pid in pids if psutil.pid_exists(pid)}
         users = users_of_devices(self._pids, workers, visible)
-        return tuple(
-            self._measure(index, device, xids.get(index, _NO_XIDS), users.get(index))
+        measured = tuple(
+            self._with_rates(
+                self._measure(index, device, xids.get(index, _NO_XIDS), users.get(index)), now_s
+            )
             for index, device in self._devices.items()
         )
+        self._before = {gpu.index: (now_s, gpu) for gpu in measured}
+        return measured
 
     def close(self) -> None:
         """Release the library."""
@@ -92,6 +109,7 @@ class GpuProbe:
                 # supports none.
                 return None
 
+        values = self._fields(device)
         memory = query("nvmlDeviceGetMemoryInfo")
         utilization = query("nvmlDeviceGetUtilizationRates")
         uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
@@ -113,7 +131,57 @@ class GpuProbe:
             earlier_xids=xids.earlier,
             busy_share=utilization.gpu / 100 if utilization else 0.0,
             ranks=ranks,
+            power_limit_watts=(query("nvmlDeviceGetEnforcedPowerLimit") or 0) / 1e3,
+            memory_celsius=float(values.get((nvml.NVML_FI_DEV_MEMORY_TEMP, 0), 0)),
+            memory_busy_share=utilization.memory / 100 if utilization else 0.0,
+            # Those that were corrected, and those that were not.
+            remapped_rows=sum(map(int, (query("nvmlDeviceGetRemappedRows") or (0, 0))[:2])),
+            nvlink_sent_nbytes=_KIB * _sum(values, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+            nvlink_received_nbytes=_KIB * _sum(values, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+            nvlink_errors=sum(_sum(values, getattr(nvml, name)) for name in _NVLINK_ERRORS),
         )
+
+    def _with_rates(self, gpu: GpuMetrics, now_s: float) -> GpuMetrics:
+        """Return the measures with the traffic since the last sample; counters may start again."""
+        before_s, before = self._before.get(gpu.index, (now_s, gpu))
+        if now_s <= before_s:
+            return gpu
+        sent = gpu.nvlink_sent_nbytes - before.nvlink_sent_nbytes
+        received = gpu.nvlink_received_nbytes - before.nvlink_received_nbytes
+        return replace(
+            gpu,
+            nvlink_sent_per_s=max(0.0, sent / (now_s - before_s)),
+            nvlink_received_per_s=max(0.0, received / (now_s - before_s)),
+        )
+
+    def _fields(self, device: Any) -> dict[tuple[int, int], int]:
+        """Return the values of a device that NVML has as fields, by field and link."""
+        nvml = self._nvml
+        wanted = [(nvml.NVML_FI_DEV_MEMORY_TEMP, 0)]
+        wanted += [(getattr(nvml, name), 0) for name in _NVLINK_ERRORS]
+        wanted += [
+            (field, link)
+            for field in (
+                nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+                nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+            )
+            for link in range(_MOST_LINKS)
+        ]
+        try:
+            answers = nvml.nvmlDeviceGetFieldValues(device, wanted)
+        except nvml.NVMLError:
+            return {}
+        return {
+            field: int(getattr(answer.value, _VALUE_TYPES[answer.valueType]))
+            for field, answer in zip(wanted, answers, strict=True)
+            # Each field has a status of its own: a link that is not there has none.
+            if answer.nvmlReturn == nvml.NVML_SUCCESS and answer.valueType in _VALUE_TYPES
+        }
+
+
+def _sum(values: Mapping[tuple[int, int], int], wanted: int) -> int:
+    """Return a field's value, of all links together."""
+    return sum(value for (field, _), value in values.items() if field == wanted)
 
 
 def users_of_devices(

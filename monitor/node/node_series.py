@@ -9,7 +9,12 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics, ProcessSample
+from keepstep.monitor.diagnosis.metrics import (
+    GpuMetrics,
+    NicMetrics,
+    NodeMetrics,
+    ProcessSample,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,59 @@ GPU_SERIES = (
         "Memory errors corrected.",
         is_counter=True,
     ),
+    Series(
+        "power_limit_watts",
+        "keepstep_gpu_power_limit_watts",
+        "Power at which clocks are lowered.",
+        hides_zero=True,
+    ),
+    Series(
+        "memory_celsius",
+        "keepstep_gpu_memory_temperature_celsius",
+        "Temperature of the device memory.",
+        hides_zero=True,
+    ),
+    Series(
+        "memory_busy_share",
+        "keepstep_gpu_memory_busy_ratio",
+        "Share of time in which device memory was read or written.",
+    ),
+    Series(
+        "remapped_rows",
+        "keepstep_gpu_memory_remapped_rows",
+        "Rows of device memory that spare ones have replaced.",
+        is_counter=True,
+    ),
+    Series(
+        "nvlink_sent_nbytes",
+        "keepstep_gpu_nvlink_sent_bytes",
+        "Data sent over all NVLinks.",
+        is_counter=True,
+        hides_zero=True,
+    ),
+    Series(
+        "nvlink_received_nbytes",
+        "keepstep_gpu_nvlink_received_bytes",
+        "Data received over all NVLinks.",
+        is_counter=True,
+        hides_zero=True,
+    ),
+    Series(
+        "nvlink_errors",
+        "keepstep_gpu_nvlink_errors",
+        "Errors of all NVLinks.",
+        is_counter=True,
+    ),
+)
+NIC_SERIES = (
+    Series("sent_nbytes", "keepstep_network_sent_bytes", "Data sent.", is_counter=True),
+    Series("received_nbytes", "keepstep_network_received_bytes", "Data received.", is_counter=True),
+    Series(
+        "errors",
+        "keepstep_network_errors",
+        "Packets with errors and dropped ones; errors of an RDMA port's link.",
+        is_counter=True,
+    ),
 )
 
 
@@ -88,6 +146,8 @@ def node_series(metrics: NodeMetrics, job: str, node: str) -> Iterator[Metric]:
     yield from _families(NODE_SERIES, {"job": job, "node": node}, [({}, metrics)])
     devices = [({"gpu": str(gpu.index)}, gpu) for gpu in metrics.gpus]
     yield from _families(GPU_SERIES, {"job": job, "node": node}, devices)
+    nics = [({"interface": nic.name}, nic) for nic in metrics.nics]
+    yield from _families(NIC_SERIES, {"job": job, "node": node}, nics)
     if devices:
         labels = ["job", "node", "gpu"]
         xids = CounterMetricFamily(
@@ -114,9 +174,9 @@ def metrics_from_json(fields: Mapping[str, Any]) -> NodeMetrics:
     gpus = tuple(GpuMetrics(**{**gpu, **_tuples(gpu)}) for gpu in fields["gpus"])
     processes = tuple(ProcessSample(**process) for process in fields["processes"])
     stopped_ranks = tuple(fields["stopped_ranks"])
-    return NodeMetrics(
-        **{**fields, "gpus": gpus, "processes": processes, "stopped_ranks": stopped_ranks}
-    )
+    nics = tuple(NicMetrics(**nic) for nic in fields["nics"])
+    decoded = {"gpus": gpus, "processes": processes, "stopped_ranks": stopped_ranks, "nics": nics}
+    return NodeMetrics(**{**fields, **decoded})
 
 
 def _tuples(gpu: Mapping[str, Any]) -> dict[str, Any]:

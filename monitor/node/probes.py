@@ -13,9 +13,15 @@ from contextlib import suppress
 
 import psutil
 
-from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics, ProcessSample
+from keepstep.monitor.diagnosis.metrics import (
+    GpuMetrics,
+    NicMetrics,
+    NodeMetrics,
+    ProcessSample,
+)
 from keepstep.monitor.node import cgroups
 from keepstep.monitor.node.gpu import GpuProbe
+from keepstep.monitor.node.networks import NetworkProbe
 from keepstep.monitor.node.processes import sample_processes
 from keepstep.monitor.telemetry.ring import stat_fields
 
@@ -35,11 +41,13 @@ class NodeProbe:
         self._node = node
         self._cgroups: dict[int, cgroups.CgroupFiles] = {}
         self._gpus = GpuProbe.open()
+        self._networks = NetworkProbe()
         self._busy: tuple[float, float] | None = None
         self._disk: tuple[int, float] | None = None
         self._sampled: NodeMetrics | None = None
         self._cpu_hz = 0.0
         self._devices: tuple[GpuMetrics, ...] = ()
+        self._nics: tuple[NicMetrics, ...] = ()
         self._processes: tuple[ProcessSample, ...] = ()
         self._slow_due_s = 0.0
 
@@ -62,7 +70,8 @@ class NodeProbe:
         if now_s >= self._slow_due_s:
             self._slow_due_s = now_s + _SLOW_EVERY_S
             self._cpu_hz = _cpu_hz()
-            self._devices = self._gpus.sample(workers) if self._gpus is not None else ()
+            self._devices = self._gpus.sample(workers, now_s) if self._gpus is not None else ()
+            self._nics = self._networks.sample(now_s)
             self._processes = sample_processes(workers)
         cpu_time = max(filter(None, map(cgroups.cpu_time, groups)), default=cgroups.CpuTime())
         memory = psutil.virtual_memory()
@@ -86,6 +95,7 @@ class NodeProbe:
             gpus=self._devices,
             stopped_ranks=tuple(sorted(rank for rank, pid in workers.items() if _is_stopped(pid))),
             processes=self._processes,
+            nics=self._nics,
         )
 
     def close(self) -> None:

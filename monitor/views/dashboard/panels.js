@@ -305,7 +305,27 @@ export function drawRanks(overview) {
 
 function gpuText(gpu) {
   const xids = gpu.xids.length ? ` Xid ${gpu.xids.slice(-8).join(", ")}` : "";
-  return `${gpu.index}: ${gpu.celsius || "–"} °C ${Math.round(gpu.clock_hz / 1e6)} MHz${xids}`;
+  const hbm = gpu.memory_celsius ? ` (HBM ${gpu.memory_celsius} °C)` : "";
+  const parts = [
+    `${gpu.celsius || "–"} °C${hbm}`,
+    `${Math.round(gpu.clock_hz / 1e6)} MHz`,
+    gpu.power_watts
+      ? `${Math.round(gpu.power_watts)}${gpu.power_limit_watts ? ` of ${Math.round(gpu.power_limit_watts)}` : ""} W`
+      : null,
+    gpu.memory_total ? `${bytes(gpu.memory_used)} of ${bytes(gpu.memory_total)}` : null,
+    `busy ${percent(gpu.busy_share)}, memory ${percent(gpu.memory_busy_share)}`,
+    gpu.nvlink_sent_nbytes
+      ? `NVLink ↑ ${bytes(Math.round(gpu.nvlink_sent_per_s))}/s ↓ ${bytes(Math.round(gpu.nvlink_received_per_s))}/s`
+      : null,
+    gpu.nvlink_errors ? `${gpu.nvlink_errors} NVLink errors` : null,
+    gpu.remapped_rows ? `${gpu.remapped_rows} rows remapped` : null,
+  ];
+  return `${gpu.index}: ${parts.filter((part) => part !== null).join(", ")}${xids}`;
+}
+
+function nicText(nic) {
+  const errors = nic.errors ? `, ${nic.errors} errors and drops` : "";
+  return `${nic.name} ↑ ${bytes(Math.round(nic.sent_per_s))}/s ↓ ${bytes(Math.round(nic.received_per_s))}/s${errors}`;
 }
 
 export function drawNodes(overview) {
@@ -323,6 +343,7 @@ export function drawNodes(overview) {
       ["memory free", true],
       ["swapped", true],
       ["disk request", true],
+      ["network"],
       ["GPUs"],
       ["last report", true],
     ],
@@ -337,7 +358,8 @@ export function drawNodes(overview) {
         `${bytes(m.memory_available)} of ${bytes(m.memory_total)}`,
         bytes(m.swap_used),
         seconds(m.disk_latency_s),
-        (m.gpus || []).map(gpuText).join("; ") || "none",
+        (m.nics || []).map(nicText).join("\n") || "–",
+        (m.gpus || []).map(gpuText).join("\n") || "none",
         [`${seconds(facts.age_s)} ago`, facts.age_s > 10],
       ];
     }),

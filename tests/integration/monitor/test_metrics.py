@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
-from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NicMetrics, NodeMetrics
 from keepstep.monitor.node.node_series import (
     GPU_SERIES,
     NODE_SERIES,
@@ -31,10 +31,15 @@ UNITS = ("_seconds", "_bytes", "_ratio", "_hertz", "_celsius", "_watts", "_info"
 UNITLESS = (
     "_step", "_up", "_active", "_ranks", "_generation", "_load1", "_missing_children",
 )  # fmt: skip
-GPU = GpuMetrics(0, 60.0, 1.4e9, 400.0, 1 << 30, 80 << 30, 0, 3, (13,), 0.9)
+GPU = GpuMetrics(
+    0, 60.0, 1.4e9, 400.0, 1 << 30, 80 << 30, 0, 3, (13,), 0.9, memory_celsius=71.0,
+    power_limit_watts=700.0, nvlink_sent_nbytes=1 << 40, nvlink_received_nbytes=1 << 40,
+)  # fmt: skip
+NIC = NicMetrics(name="mlx5_0:1", sent_nbytes=1 << 40, received_nbytes=1 << 40)
 FULL = NodeMetrics(
-    "node-a", 10.0, 0.5, 2.0, 1.5, 9.0, 2.4e9, 64 << 30, 32 << 30, 0, 0.002, (GPU,), (3,)
-)
+    "node-a", 10.0, 0.5, 2.0, 1.5, 9.0, 2.4e9, 64 << 30, 32 << 30, 0, 0.002, (GPU,), (3,),
+    nics=(NIC,),
+)  # fmt: skip
 
 
 class FullProbe:

@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 
 from keepstep.monitor.node.gpu import GpuProbe, XidListener, users_of_devices
@@ -29,10 +30,13 @@ def library(lost: set[int], count: int | None = 3, **functions: Any) -> SimpleNa
         *("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo"),
         *("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetClockInfo"),
         *("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEccErrors", "nvmlEventSetCreate"),
+        *("nvmlDeviceGetFieldValues", "nvmlDeviceGetRemappedRows"),
+        "nvmlDeviceGetEnforcedPowerLimit",
     )
     constants = (
         *("NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_MEMORY_ERROR_TYPE_CORRECTED"),
         *("NVML_TEMPERATURE_GPU", "NVML_CLOCK_SM", "NVML_VOLATILE_ECC"),
+        *(name for name in vars(pynvml) if name.startswith("NVML_FI_DEV_")),
     )
     known = {
         "NVMLError": NvmlError,
@@ -52,7 +56,7 @@ def test_lost_device_leaves_the_others_measured_under_their_own_indices(
     monkeypatch.setitem(sys.modules, "pynvml", library(lost={1}))
     probe = GpuProbe.open()
     assert probe is not None
-    assert [gpu.index for gpu in probe.sample({})] == [0, 2]
+    assert [gpu.index for gpu in probe.sample({}, 0.0)] == [0, 2]
 
 
 @pytest.mark.parametrize(("lost", "count"), [({0, 1, 2}, 3), (set(), None), (set(), 0)])
@@ -97,3 +101,55 @@ def test_device_that_fails_without_end_has_a_count_and_its_newest_errors_remembe
     total = xids.earlier + len(xids.newest)
     assert len(xids.newest) < 1000 < total
     assert xids.newest == tuple(range(total - len(xids.newest), total))
+
+
+def field_value(kind: int, member: str, value: float, status: int = 0) -> pynvml.c_nvmlFieldValue_t:
+    answer = pynvml.c_nvmlFieldValue_t()
+    answer.valueType, answer.nvmlReturn = kind, status
+    setattr(answer.value, member, value)
+    return answer
+
+
+def test_memory_and_links_are_measured_in_the_types_that_the_library_has() -> None:
+    """The values of one H100 with two links, as nvidia-ml-py returns them."""
+    ullong = (pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, "ullVal")
+    kib = {0: 1000, 1: 500}
+
+    def fields(_: int, wanted: list[tuple[int, int]]) -> list[pynvml.c_nvmlFieldValue_t]:
+        answers = []
+        for field, link in wanted:
+            if field == pynvml.NVML_FI_DEV_MEMORY_TEMP:
+                answers.append(field_value(pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, "uiVal", 71))
+            elif field == pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and link in kib:
+                answers.append(field_value(*ullong, kib[link]))
+            elif field == pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL:
+                answers.append(field_value(*ullong, 3))
+            else:
+                answers.append(field_value(*ullong, 99, pynvml.NVML_ERROR_NOT_SUPPORTED))
+        return answers
+
+    functions = {
+        name: getattr(pynvml, name) for name in vars(pynvml) if name.startswith("NVML_FI_DEV_")
+    }
+    nvml = library(
+        set(),
+        1,
+        **functions,
+        NVML_SUCCESS=pynvml.NVML_SUCCESS,
+        nvmlDeviceGetFieldValues=fields,
+        nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=90, memory=40),
+        nvmlDeviceGetEnforcedPowerLimit=lambda _: 700_000,
+        nvmlDeviceGetRemappedRows=lambda _: (2, 1, 0, 0),
+    )
+    probe = GpuProbe(nvml, {0: 0}, None)
+    (first,) = probe.sample({}, 10.0)
+    assert (first.memory_celsius, first.memory_busy_share) == (71.0, 0.4)
+    assert (first.power_limit_watts, first.remapped_rows) == (700.0, 3)
+    assert (first.nvlink_sent_nbytes, first.nvlink_received_nbytes) == (1500 * 1024, 0)
+    assert (first.nvlink_errors, first.nvlink_sent_per_s) == (3, 0.0)
+    kib[1] += 100
+    (second,) = probe.sample({}, 12.0)
+    assert second.nvlink_sent_per_s == 100 * 1024 / 2
+    # The driver was loaded again, and its counters begin again.
+    kib.update({0: 0, 1: 0})
+    assert probe.sample({}, 14.0)[0].nvlink_sent_per_s == 0.0
