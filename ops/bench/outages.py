@@ -9,9 +9,10 @@ one step was computed again in any case.
 Three nodes train over gloo with a snapshot after each step, and a checkpoint every 20 steps. All of
 the coordinator's members are stopped (SIGSTOP), killed and started again with their data or with
 none, or cut off from the nodes, both ways or one; or every process of all nodes is sent SIGTERM,
-and the nodes are started again. The faults are those of `ops/bench/chaos`. In the last case the
-node that serves the coordinator is killed, and its line is run again: there `members` is 0. Cuts
-need root, /dev/net/tun and ip; `left_out` names them where that is missing.
+and the nodes are started again. The faults are those of `ops/bench/chaos`. In the last two cases
+a node that serves the coordinator is killed, and its line is run again: it alone (`members` 1), or
+with the two others (`members` 3). Cuts need root, /dev/net/tun and ip; `left_out` names them where
+that is missing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ OUTAGES = (
     "coordinator_stop", "coordinator_away", "coordinator_lost", "coordinator_unreachable",
     "requests_lost", "answers_lost", "all_group_term",
 )  # fmt: skip
-SERVING_NODE = "serving_node_killed"
+SERVING_NODE, MEMBERS_NODE = "serving_node_killed", "members_node_killed"
+"""Kinds of jobs whose first node serves the coordinator, alone or with the others."""
 SECONDS, QUICK_SECONDS = (2.0, 5.0, 10.0, 30.0, 60.0), (10.0,)
 MEMBERS, QUICK_MEMBERS = (1, 3), (1,)
 ALLOWED = 1
@@ -98,19 +100,32 @@ class OutageCluster(ChaosCluster):
 
 
 class ServingCluster(OutageCluster):
-    """The job whose first node serves the coordinator."""
+    """The job whose first nodes serve the coordinator."""
+
+    serving = 1
+
+    @property
+    def names(self) -> str:
+        """The nodes that serve it, as for `--rdzv-endpoint`."""
+        return ",".join(self.places.endpoint(place, _PORT) for place in range(self.serving))
 
     @property
     def url(self) -> str:
         """The coordinator's URL."""
-        return f"keepstep://{self.places.endpoint(0, _PORT)}"
+        return f"keepstep://{self.names}"
 
     def command(self, node: str, *options: str) -> list[str]:
         """Return the command line of a node's agent."""
         command = super().command(node, *options)
         place = command.index("--store")
-        command[place : place + 2] = ["--rdzv-endpoint", self.places.endpoint(0, _PORT)]
+        command[place : place + 2] = ["--rdzv-endpoint", self.names]
         return command
+
+
+class MembersCluster(ServingCluster):
+    """The job whose nodes serve the coordinator together."""
+
+    serving = len(NAMES)
 
 
 class Job:
@@ -152,7 +167,7 @@ class Job:
         return len({line["step"] for line in read_steps(self._cluster.records)})
 
     def _inject(self, case: Case) -> Injected:
-        if case.kind != SERVING_NODE:
+        if case.kind not in (SERVING_NODE, MEMBERS_NODE):
             return self._harm.inject(Fault(0, case.kind, 0, 1, case.seconds, 0.5))
         self._cluster.kill(NAMES[0])
 
@@ -214,11 +229,13 @@ def play(cases: Sequence[Case], directory: Path, console: Console) -> Iterator[d
     remaining = list(cases)
     abilities = {Ability.FILES} | ({Ability.NETWORK} if can_have_network() else set())
     while remaining:
-        members = remaining[0].members
-        kind = OutageCluster if members else ServingCluster
-        place = directory / f"{members}-{len(remaining)}"
+        case = remaining[0]
+        kinds = {SERVING_NODE: ServingCluster, MEMBERS_NODE: MembersCluster}
+        kind = kinds.get(case.kind, OutageCluster)
+        place = directory / f"{case.kind}-{case.members}-{len(remaining)}"
+        own_etcd = 0 if case.kind in kinds else case.members
         with (
-            kind(place, _PLAN, abilities, _LEASE_TTL_S, members) as cluster,
+            kind(place, _PLAN, abilities, _LEASE_TTL_S, own_etcd) as cluster,
             Watcher(cluster.url, JOB) as watcher,
         ):
             job = Job(cluster, watcher)
@@ -232,7 +249,7 @@ def play(cases: Sequence[Case], directory: Path, console: Console) -> Iterator[d
                     console.print(cluster.output()[-6000:], highlight=False, markup=False)
                     measured = {"recomputed": job.steps(), "gap_s": None, "reason": str(error)}
                 result = {
-                    "kind": case.kind, "seconds": case.seconds, "members": members, **measured
+                    "kind": case.kind, "seconds": case.seconds, "members": case.members, **measured
                 }  # fmt: skip
                 console.print(result)
                 yield result
@@ -244,8 +261,8 @@ def play(cases: Sequence[Case], directory: Path, console: Console) -> Iterator[d
 @click.option("--json", "only_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Outages of 10 s, of a coordinator of one member.")
 @click.option(
-    "--kind", "kinds", type=click.Choice([*OUTAGES, SERVING_NODE]), multiple=True,
-    default=(*OUTAGES, SERVING_NODE), help="Only this kind; may be repeated.",
+    "--kind", "kinds", type=click.Choice([*OUTAGES, SERVING_NODE, MEMBERS_NODE]), multiple=True,
+    default=(*OUTAGES, SERVING_NODE, MEMBERS_NODE), help="Only this kind; may be repeated.",
 )  # fmt: skip
 @click.option("--seconds", type=float, multiple=True, help="Only of this length; may be repeated.")
 @click.option(
@@ -265,17 +282,20 @@ def main(
     left_out = {
         kind: f"needs {Ability.NETWORK}"
         for kind in kinds
-        if kind != SERVING_NODE and KINDS[kind].needs and not has_network
+        if kind in KINDS and KINDS[kind].needs and not has_network
     }
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
     members = members or (QUICK_MEMBERS if quick else MEMBERS)
     possible = [kind for kind in kinds if kind not in left_out]
     runs = [
-        [Case(kind, s, count) for kind in possible if kind != SERVING_NODE for s in seconds]
+        [Case(kind, s, count) for kind in possible if kind in KINDS for s in seconds]
         for count in members
     ]
-    if SERVING_NODE in possible:
-        runs.append([Case(SERVING_NODE, s, 0) for s in seconds])
+    runs += [
+        [Case(kind, s, served_by) for s in seconds]
+        for kind, served_by in ((SERVING_NODE, 1), (MEMBERS_NODE, len(NAMES)))
+        if kind in possible
+    ]
     # All contexts end as after an error, so that nothing of the job outlives this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     base = keep or Path(tempfile.mkdtemp(prefix="keepstep-outages-"))

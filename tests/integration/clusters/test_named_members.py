@@ -5,10 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +16,7 @@ from keepstep.elastic.errors import StoreUnavailable
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.members import Member, parse_members
 from tests.integration.job.jobs import cluster, set_module_path, step_of, wait_for_output
-from tests.integration.store.test_members import free_pairs
+from tests.integration.store.test_members import reserved_pairs
 
 NODES = ("a", "b", "c")
 
@@ -25,20 +24,21 @@ NODES = ("a", "b", "c")
 class NamedMembers:
     """A job of three nodes on this machine, each of which serves a member of its coordinator."""
 
-    def __init__(self, directory: Path, runtime: Path, **options: Any) -> None:
+    def __init__(self, directory: Path, runtime: Path, ports: Sequence[int]) -> None:
         self.runtime = runtime / "keepstep"
-        self.members = parse_members([f"127.0.0.1:{port}" for port in free_pairs(3)])
+        self.members = parse_members([f"127.0.0.1:{port}" for port in ports])
         self.names = ",".join(member.endpoint for member in self.members)
         store = f"keepstep://{self.names}"
-        self.job = cluster(directory, "1:3", store, workers=1, endless=True, **options)
+        self.job = cluster(directory, "1:3", store, workers=1, endless=True)
 
-    def start(self, *nodes: str) -> None:
+    def start(self, *nodes: str, keep: str = "0") -> None:
+        options = ("--store", "", "--rdzv-endpoint", self.names, "--keep-state", keep)
         for node in nodes:
-            self.job.start(node, "--store", "", "--rdzv-endpoint", self.names)
+            self.job.start(node, *options)
 
-    def begin(self) -> View:
+    def begin(self, keep: str = "0") -> View:
         """Start all nodes; return once they have trained."""
-        self.start(*NODES)
+        self.start(*NODES, keep=keep)
         wait_for_output(self.job, "job job on")
         return self.wait_until(lambda view: step_of(view) >= 5 and is_on(view, *NODES))
 
@@ -129,9 +129,10 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedMemb
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     set_module_path(monkeypatch)
-    made = NamedMembers(tmp_path, runtime)
-    with made.job:
-        yield made
+    with reserved_pairs(3) as ports:
+        made = NamedMembers(tmp_path, runtime, ports)
+        with made.job:
+            yield made
 
 
 def test_job_outlives_the_node_whose_member_leads_and_takes_it_back(named: NamedMembers) -> None:
@@ -202,3 +203,24 @@ def test_node_that_is_sent_away_takes_its_member_along(named: NamedMembers) -> N
     assert len(list(named.runtime.glob("coordinator-*"))) == 2
     named.wait_until(lambda view: is_on(view, "b", "c"))
     named.interrupt_all()
+
+
+@pytest.mark.clusters
+def test_job_whose_agents_were_all_killed_goes_on_from_memory(named: NamedMembers) -> None:
+    before = named.begin(keep="5m")
+    for node in NODES:
+        named.job.agents[node].kill()
+        named.job.agents.pop(node).wait()
+    try:
+        named.start(*NODES, keep="5m")
+        # The etcd comes back with what it held.
+        after = named.wait_until(
+            lambda view: is_on(view, *NODES) and view.generation_number > before.generation_number
+        )
+        assert after.history.recoveries[-1].resumed_step >= step_of(before)
+        named.interrupt_all()
+    finally:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("XDG_RUNTIME_DIR") == str(named.runtime.parent):
+                    process.kill()

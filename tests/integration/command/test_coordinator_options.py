@@ -1,6 +1,7 @@
 """Claims about how nodes find the coordinator, and who may use the one that a node starts."""
 
 import asyncio
+import json
 import os
 import pty
 import re
@@ -22,6 +23,7 @@ from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.ports import ReservedPort
 from tests.adaptive_timeouts import patient
 from tests.integration.command.test_bad_input import ROOT, keepstep, script
+from tests.integration.store.test_members import reserved_pairs
 
 OPTIONS: dict[str, Any] = {
     "store": None,
@@ -133,6 +135,53 @@ def test_nodes_started_at_the_same_time_with_one_endpoint_form_one_job(
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sorted(output for output, _ in outputs) == ["rank 0 of 2\n", "rank 1 of 2\n"]
     assert [path.name for path in (tmp_path / "keepstep").glob("node-*")] == []
+
+
+@pytest.fixture
+def three_names() -> Iterator[str]:
+    with reserved_pairs(3) as ports:
+        yield ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+def test_three_nodes_that_serve_one_coordinator_form_one_job_and_leave_nothing(
+    tmp_path: Path, three_names: str
+) -> None:
+    finish = tmp_path / "finish"
+    program = f"echo rank $RANK; while [ ! -e {finish} ]; do sleep 0.1; done"
+    nodes = [
+        subprocess.Popen(
+            [
+                sys.executable, "-P", "-m", "keepstep", "run", "--nnodes", "3", "--node", node,
+                "--rdzv-endpoint", three_names, "--job", "three",
+                "--no-python", "sh", "-c", program,
+            ],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in ("a", "b", "c")
+    ]  # fmt: skip
+    for node in nodes:
+        assert node.stdout is not None
+        assert node.stdout.readline().startswith("rank ")
+    # A member's node finds the job by its name, whichever member it has.
+    completed = keepstep("status", "--job", "three", "--json", "--once")
+    assert completed.returncode == 0, completed.stderr
+    assert len(json.loads(completed.stdout)["nodes"]) == 3
+    finish.touch()
+    outputs = [node.communicate(timeout=patient(120)) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0, 0], outputs
+    assert not [errors for _, errors in outputs if "could not" in errors or "no answer" in errors]
+    assert sorted(path.name for path in (tmp_path / "keepstep").iterdir()) == [
+        "coordinator.secret", "jobs"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_number_of_names_that_outlives_no_more_than_one_less_is_refused(
+    tmp_path: Path, count: int
+) -> None:
+    names = ",".join(f"h{number}:29400" for number in range(count))
+    with pytest.raises(UsageError, match="give one name, or three or five"):
+        found(2, tmp_path, rdzv_endpoint=names)
 
 
 def test_job_of_a_node_that_no_other_finds_has_a_name_of_its_own() -> None:

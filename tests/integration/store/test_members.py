@@ -3,8 +3,8 @@
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.etcd import EtcdStore, open_endpoint
 from keepstep.elastic.store.member_process import CoordinatorMember, _listed
 from keepstep.elastic.store.members import Member, parse_members
-from keepstep.transport.addresses import bound_socket
+from keepstep.elastic.store.ports import ReservedPort
 from tests.adaptive_timeouts import patient
 
 SECRET = b"known to all nodes of the job"
@@ -63,29 +63,33 @@ class Nodes:
 
 @asynccontextmanager
 async def three_nodes() -> AsyncIterator[Nodes]:
-    nodes = Nodes(parse_members([f"127.0.0.1:{port}" for port in free_pairs(3)]))
-    try:
-        for _ in range(3):
-            nodes.start()
-        yield nodes
-    finally:
-        for member in nodes.running:
-            await member.close()
+    with reserved_pairs(3) as ports:
+        nodes = Nodes(parse_members([f"127.0.0.1:{port}" for port in ports]))
+        try:
+            for _ in range(3):
+                nodes.start()
+            yield nodes
+        finally:
+            for member in nodes.running:
+                await member.close()
 
 
-def free_pairs(count: int) -> list[int]:
-    """Return ports that are free, and the next ones as well."""
+@contextmanager
+def reserved_pairs(count: int) -> Iterator[list[int]]:
+    """Keep ports, and the next ones as well, from other processes; members may have them."""
     found: list[int] = []
-    while len(found) < count:
-        with bound_socket("127.0.0.1", 0) as first:
-            port = int(first.getsockname()[1])
-            try:
-                bound_socket("127.0.0.1", port + 1).close()
-            except OSError:
-                continue
-        if all(abs(port - other) > 1 for other in found):
-            found.append(port)
-    return found
+    with ExitStack() as stack:
+        while len(found) < count:
+            with ExitStack() as pair:
+                port = pair.enter_context(ReservedPort()).number
+                try:
+                    pair.enter_context(ReservedPort(port=port + 1))
+                except OSError:
+                    continue  # Another process listens there.
+                if all(abs(port - other) > 1 for other in found):
+                    found.append(port)
+                    stack.enter_context(pair.pop_all())
+        yield found
 
 
 @pytest.fixture(autouse=True)
