@@ -153,6 +153,7 @@ class Workload:
     pods: dict[int, Pod] = field(default_factory=dict)
     failures: Counter[int] = field(default_factory=Counter)
     succeeded: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
     may_start_at_s: dict[int, float] = field(default_factory=dict)
     result: str | None = None
 
@@ -355,7 +356,7 @@ class Cluster:
             is_needed = current is None or current.phase != "Running"
             if (
                 is_needed
-                and index not in workload.succeeded
+                and index not in workload.succeeded | workload.failed
                 and now_s >= workload.may_start_at_s.get(index, 0.0)
             ):
                 workload.pods[index] = self._start(workload, index)
@@ -369,12 +370,14 @@ class Cluster:
         elif counts_as_failure(workload.job, pod.codes, pod.is_disrupted):
             workload.failures[index] += 1
             if workload.failures[index] > workload.job["backoffLimitPerIndex"]:
-                workload.result = "Failed"
+                workload.failed.add(index)
         needed = workload.size
         for rule in workload.job.get("successPolicy", {}).get("rules", ()):
             needed = min(needed, rule["succeededCount"])
         if len(workload.succeeded) >= needed:
             workload.result = "Complete"
+        elif len(workload.succeeded | workload.failed) >= workload.size:
+            workload.result = "Failed"
 
     def _start(self, workload: Workload, index: int) -> Pod:
         hostname = workload.hostname(index)

@@ -131,6 +131,21 @@ def test_job_that_has_ended_is_complete_and_no_pod_begins_it_again(tmp_path: Pat
 
 
 @pytest.mark.clusters
+def test_job_whose_script_fails_for_good_is_tried_again_and_then_fails(tmp_path: Path) -> None:
+    manifests = overlay(tmp_path / "overlay", arguments=["train.py", "--no-such-option"])
+    spec = only(manifests, "JobSet")["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert spec["backoffLimitPerIndex"] == 10
+    spec["backoffLimitPerIndex"] = 1
+    with kubernetes(tmp_path, manifests) as job:
+        workload = job.cluster.workloads[WORKERS]
+        job.cluster.wait_until(lambda: workload.result is not None, patient(120))
+        assert workload.result == "Failed"
+        assert workload.failures == {0: 2, 1: 2}
+        assert [it.codes["node"] for it in workload.pods.values()] == [1, 1]
+        assert "No such option" in job.cluster.output()
+
+
+@pytest.mark.clusters
 def test_train_job_recovers_with_the_variables_that_the_trainer_sets(tmp_path: Path) -> None:
     runtime = only(rendered(MANIFESTS / "runtime"), "ClusterTrainingRuntime")
     train_job = yaml.safe_load((MANIFESTS / "runtime" / "train-job.yaml").read_text())

@@ -52,8 +52,10 @@ def test_every_line_is_kubectls_or_builds_the_image() -> None:
     assert f"FROM {name}" in GUIDE
     (image,) = yaml.safe_load((MANIFESTS / "small" / "kustomization.yaml").read_text())["images"]
     assert image["newName"] == name
-    for copied in re.findall(r"/tmp/keepstep/([\w.]+)", container):
-        assert (ROOT / copied).exists()
+    lines = re.findall("^COPY (?:--chown=1000:1000 )?(.*) /", container, re.M)
+    copied = [name for line in lines for name in line.split()]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    assert {"pyproject.toml", "keepstep", "checkpoint", "elastic", "monitor"} <= set(copied)
 
 
 @pytest.mark.parametrize("line", KUBECTL)

@@ -295,10 +295,12 @@ def test_killed_containers_are_restarted_in_place_only_with_that_component(tmp_p
         assert restarts_in_place(pod, pod["initContainers"][0], code)
 
 
-def test_evicted_pods_count_as_no_failure() -> None:
+def test_pods_that_were_evicted_or_have_left_count_as_no_failure() -> None:
     (job,) = jobs_of(only(rendered(MANIFESTS / "job"), "JobSet"))
-    assert not counts_as_failure(job["spec"], {"node": 143}, is_disrupted=True)
-    assert counts_as_failure(job["spec"], {"node": 137}, is_disrupted=False)
+    assert not counts_as_failure(job["spec"], {"node": 137}, is_disrupted=True)
+    assert not counts_as_failure(job["spec"], {"node": 143}, is_disrupted=False)
+    for code in (137, 1):
+        assert counts_as_failure(job["spec"], {"node": code}, is_disrupted=False)
 
 
 def test_trainer_makes_a_jobset_of_the_runtime_and_the_train_job() -> None:
