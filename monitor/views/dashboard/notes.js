@@ -9,6 +9,8 @@ const TIMES = [
 ];
 
 let send = null;
+// The note that is being written: the panel is drawn anew whenever a verdict changes.
+let draft = null;
 
 // Sets the function that posts a note; it returns what failed, or an empty text.
 export function sendNotesBy(post) {
@@ -31,19 +33,27 @@ function questions(kind, post) {
   const isMute = kind === "muted";
   const by = make("input", { placeholder: "your name", required: "", maxlength: "80" });
   by.value = localStorage.getItem("keepstep-name") || "";
+  by.addEventListener("input", () => localStorage.setItem("keepstep-name", by.value));
   const reason = make("input", {
     placeholder: isMute ? "why" : "what you do about it",
     required: "",
     maxlength: "300",
     class: "reason",
   });
+  reason.value = draft.reason;
+  reason.addEventListener("input", () => {
+    draft.reason = reason.value;
+  });
   const times = TIMES.map(([name, value]) => make("option", { value: `${value}` }, name));
   const time = make("select", { "aria-label": "for how long" }, ...times);
+  time.value = draft.time;
+  time.addEventListener("change", () => {
+    draft.time = time.value;
+  });
   const submit = make("button", { type: "submit" }, isMute ? "Mute" : "Acknowledge");
   const form = make("form", {}, by, reason, isMute ? time : null, submit);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    localStorage.setItem("keepstep-name", by.value);
     const for_s = isMute ? Number(time.value) : 0;
     post({ kind, by: by.value, reason: reason.value, for_s });
   });
@@ -56,8 +66,13 @@ export function noteForm(number, note) {
   const failed = make("span", { class: "failed", role: "alert" });
   const post = async (body) => {
     failed.textContent = await send(number, body);
+    if (!failed.textContent) {
+      draft = null;
+      box.querySelector("form")?.remove();
+    }
   };
   const open = (kind) => () => {
+    draft = { number, kind, reason: draft?.reason || "", time: "1800" };
     box.querySelector("form")?.remove();
     box.append(questions(kind, post));
     box.querySelector("input").focus();
@@ -69,5 +84,6 @@ export function noteForm(number, note) {
   if (note?.kind !== "muted") box.append(button("mute …", open("muted")));
   if (!note) box.append(button("acknowledge …", open("acknowledged")));
   box.append(failed);
+  if (draft?.number === number) box.append(questions(draft.kind, post));
   return box;
 }

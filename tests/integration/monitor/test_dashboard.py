@@ -307,23 +307,32 @@ def test_verdict_is_muted_on_the_page_and_shown_as_muted() -> None:
         page.run(
             """[...document.querySelectorAll('.noting button')]
                 .find((one) => one.textContent.startsWith('mute')).click();
-            document.querySelector('.noting input').value = 'ann';
-            document.querySelector('.noting .reason').value = '<i>ticket</i> 12';
-            document.querySelector('.noting form').requestSubmit()"""
+            const type = (field, text) => {
+                field.value = text;
+                field.dispatchEvent(new Event('input'));
+            };
+            type(document.querySelector('.noting input'), 'ann');
+            type(document.querySelector('.noting .reason'), '<i>ticket</i> 12');"""
         )
+        # Another verdict draws the panel again, and what was typed stays.
+        diagnosis.verdicts = (verdict(2), verdict(3))
+        page.until("return document.querySelectorAll('#verdicts > article').length === 2")
+        page.run("document.querySelector('.noting form').requestSubmit()")
         page.until("return document.querySelector('.verdict.noted') !== null")
-        assert "Muted by ann" in page.text(".verdict .note")
-        assert "<i>ticket</i> 12" in page.text(".verdict .note")
-        assert page.text(".verdict .advice") == "muted"
-        page.run("document.querySelector('.noting button').click()")
-        page.until("return document.querySelector('.verdict.grave') !== null")
+        assert "Muted by ann" in page.text(".verdict.noted .note")
+        assert "<i>ticket</i> 12" in page.text(".verdict.noted .note")
+        assert page.text(".verdict.noted .advice") == "muted"
+        assert page.text(".verdict.noted .who") == "rank 2 on node-a"
+        page.run("document.querySelector('.verdict.noted .noting button').click()")
+        page.until("return document.querySelector('.verdict.noted') === null")
         assert page.console_errors() == []
 
+    diagnosis = FixedDiagnosis(verdict(2))
     visit(
         DaemonComponents(
             probe=Probe(),
             reader=SampleReader(Plan(ranks=4), time.monotonic() - 5),
-            diagnosis=FixedDiagnosis(verdict(2)),
+            diagnosis=diagnosis,
         ),
         look,
     )
