@@ -33,7 +33,7 @@ def own_host(coordinator: Address, local_addr: str | None) -> str:
 
 def _address_towards(coordinator: Address) -> str:
     """Return the address of this host on its route to a member on another one, if there is any."""
-    found: list[str] = []
+    own: str | None = None
     reason: OSError | None = None
     for endpoint, host in zip(coordinator.endpoints, coordinator.hosts, strict=True):
         port = int(endpoint.rpartition(":")[2])
@@ -44,14 +44,17 @@ def _address_towards(coordinator: Address) -> str:
                 try:
                     with socket.socket(family, kind, number) as probe:
                         probe.connect(target)
-                        found.append(str(probe.getsockname()[0]))
+                        address = str(probe.getsockname()[0])
+                    if not is_loopback(address):
+                        return address
+                    own = own or address
                 except OSError as error:
                     reason = error  # Another of its addresses may be reached.
         except OSError as error:
             reason = error  # A lost host may have lost its name.
-    if not found:
+    if own is None:
         raise UsageError(
             f"cannot determine this host's address towards {coordinator.endpoints[0]} ({reason}); "
             "give --local-addr"
         )
-    return next((it for it in found if not is_loopback(it)), found[0])
+    return own

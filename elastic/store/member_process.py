@@ -37,6 +37,7 @@ from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.embedded import (
     AUTHORITY,
     DATA,
+    binary,
     etcd_command,
     last_line,
     started_process,
@@ -140,7 +141,9 @@ class CoordinatorMember:
         Raises:
             NotPrivate: the runtime directory is not private.
             OSError: it cannot be used.
+            StoreUnavailable: there is no etcd to start.
         """
+        binary()
         until_s = time.monotonic() + _PORT_S
         while True:
             place, may_come = _taken_place(members)
@@ -180,7 +183,8 @@ class CoordinatorMember:
                 seen = await self._look()
                 await self._take_step(seen)
                 serves = self._place.index in seen and seen[self._place.index].serves
-                pause_s = _POLL_SERVING_S if serves else _POLL_S
+                # Nor is one that ends again and again started ten times a second.
+                pause_s = _POLL_SERVING_S if serves or self._ends else _POLL_S
             except (OSError, ValueError, UsageError, grpc.aio.AioRpcError) as error:
                 reason = str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
                 if reason != self._warned:
