@@ -33,6 +33,8 @@ _CONFIGURATION = """\
 ClusterName=local
 SlurmctldHost=localhost({controller})
 SlurmctldPort={port}
+# Jobs of several clusters on this machine differ, as those of one do.
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/none
 # A job that is requeued starts after this time, by default 120 s.
@@ -115,6 +117,7 @@ class LocalSlurm:
                 directory=self.directory,
                 controller=self._controller,
                 port=_free_port(),
+                first_job=1000 * (os.getpid() % 60000),
                 node_timeout_s=self._node_timeout_s,
                 nodes="\n".join(lines),
             )

@@ -112,6 +112,53 @@ def test_preempted_job_waits_in_the_queue_and_goes_on_without_a_lost_step(
     assert running.losses() == undisturbed
 
 
+def test_job_hands_over_before_its_limit_of_time_and_goes_on_after_it(
+    tmp_path: Path, slurm: LocalSlurm, undisturbed: list[float]
+) -> None:
+    running, job = started(slurm, tmp_path / "job", **WITHOUT_MEMORY)
+    # 5 minutes are left, as many as the script asks Slurm to announce; it looks every 30 s.
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=6")
+    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", patient(120), "requeued job")
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    shown = completed(running, job)
+    assert shown["Restarts"] == "1"
+    assert running.lost_steps() == 0
+    assert running.losses() == undisturbed
+
+
+def test_job_whose_first_node_is_lost_begins_again_from_its_newest_checkpoint(
+    tmp_path: Path, slurm: LocalSlurm, undisturbed: list[float]
+) -> None:
+    running = SlurmTraining(slurm, tmp_path / "job", every=5)
+    # The node that is left waits so long for the coordinator, by default 600 s.
+    job = running.submit(PET_RDZV_CONF="last_call_timeout=30,join_timeout=20")
+    running.wait_for_step(AT_STEP, patient(120), world_size=2)
+    slurm.lose_node("n1")
+    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", patient(120), "requeued job")
+    slurm.start_node("n1")
+    shown = completed(running, job)
+    assert shown["Restarts"] == "1"
+    assert 0 < running.lost_steps() <= 10
+    assert running.losses() == undisturbed
+
+
+def test_job_of_three_nodes_goes_on_without_the_first_one(
+    tmp_path: Path, undisturbed: list[float]
+) -> None:
+    with LocalSlurm(tmp_path / "slurm", ("n1", "n2", "n3")) as slurm:
+        running = SlurmTraining(slurm, tmp_path / "job")
+        job = running.submit("--nodes=3", NODES="1:3")
+        running.wait_for_step(AT_STEP, patient(120), world_size=3)
+        slurm.lose_node("n1")
+        running.wait_for_step(AT_STEP + 3, patient(60), world_size=2)
+        slurm.wait_until(lambda: slurm.job(job)["NumNodes"] == "2", patient(60), "lost node")
+        running.hurry()
+        # Slurm has lost the script that would say how the job has ended.
+        assert running.wait_for_end(job, patient(180))["JobState"] == "CANCELLED"
+        assert running.lost_steps() <= 1
+        assert running.losses() == pytest.approx(undisturbed, rel=1e-4)
+
+
 def test_cancelled_job_stores_its_last_step_and_is_not_started_again(
     tmp_path: Path, slurm: LocalSlurm
 ) -> None:
@@ -133,3 +180,21 @@ def test_job_whose_script_raises_fails_and_is_not_started_again(
     shown = running.wait_for_end(running.submit(), patient(120))
     assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "1:0", "0")
     assert "no such data" in running.output()
+
+
+def test_agent_that_is_killed_again_and_again_is_not_started_for_ever(
+    tmp_path: Path, slurm: LocalSlurm
+) -> None:
+    running, job = started(slurm, tmp_path / "job")
+    killed: set[int] = set()
+
+    def has_new_agent() -> bool:
+        return any(agent.pid not in killed for agent in running.agents("n2"))
+
+    for _ in range(5):
+        slurm.wait_until(has_new_agent, patient(60), "agent on n2 again")
+        agent = running.agent("n2")
+        killed.add(agent.pid)
+        agent.kill()
+    completed(running, job)
+    assert not has_new_agent()
