@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import logging
+import os
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from keepstep.monitor.cli.options import (
     monitor_url,
     named,
     step_range,
+    webhook_address,
 )
 from keepstep.monitor.errors import DumpUnreadable, MonitorError
 from keepstep.monitor.secret import bearer_token, job_secret
@@ -31,6 +33,7 @@ from keepstep.monitor.watch.verdict_notes import NoteKind, NoteRequest
 
 if TYPE_CHECKING:
     from keepstep.monitor.contracts import JobRuntime
+    from keepstep.monitor.views.webhook import WebhookAddress
 
 PORT = 8433
 _EXIT_FINDINGS = 1
@@ -136,6 +139,15 @@ _RECORDED_JOB = click.option(
     "--events",
     type=click.Path(path_type=Path),
     help="File to append events to, one JSON object a line.",
+)
+@click.option(
+    "--webhook",
+    callback=webhook_address,
+    envvar="KEEPSTEP_WEBHOOK",
+    show_envvar=True,
+    metavar="URL",
+    help="Post each verdict that opens or closes to this address, as JSON; "
+    "slack+https://... and hooks.slack.com get Slack's form.",
 )
 @click.option(
     "--state",
@@ -364,6 +376,7 @@ def _run(
     store: str | None,
     act: str,
     events: Path | None,
+    webhook: WebhookAddress | None,
     state: Path | None,
     every: float,
 ) -> None:
@@ -375,6 +388,7 @@ def _run(
     from keepstep.monitor.daemon.assembly import assemble
     from keepstep.monitor.daemon.daemon import Daemon
     from keepstep.monitor.daemon.local_monitors import LocalMonitor, registered
+    from keepstep.monitor.daemon.otlp_settings import otlp_settings
     from keepstep.monitor.daemon.settings import Settings
     from keepstep.monitor.diagnosis.policy import EnforcementPolicy, Mode
 
@@ -390,7 +404,11 @@ def _run(
         read_every_s=every,
         events=events,
         state=state,
+        otlp=otlp_settings(os.environ),
+        webhook=webhook,
     )
+    if webhook is not None and relay:
+        raise MonitorError("--webhook is for the topmost monitor, which diagnoses: give no --relay")
     policy = EnforcementPolicy(Mode[act.upper()])
     runtime = (
         find_runtime(store, job, secret_file) if find_runtime is not None and not relay else None

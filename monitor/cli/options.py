@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
 
 from keepstep.monitor.watch.verdict_notes import LONGEST_MUTE_S
+
+if TYPE_CHECKING:
+    from keepstep.monitor.views.webhook import WebhookAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +111,15 @@ def step_range(
             parameter,
         )
     return steps
+
+
+def webhook_address(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> WebhookAddress | None:
+    """Return where a URL posts to; click reports one that is not valid, without what it says."""
+    from keepstep.monitor.views.webhook import WebhookAddress
+
+    try:
+        return None if value is None else WebhookAddress.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None

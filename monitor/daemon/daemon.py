@@ -28,9 +28,11 @@ from aiohttp import web
 from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.daemon.clock_aligner import ClockAligner
 from keepstep.monitor.daemon.connection_limits import ConnectionLimits
+from keepstep.monitor.daemon.otlp_export import OtlpExporter
 from keepstep.monitor.daemon.runtime_link import RuntimeLink
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.daemon.threads import BlockingThread, WatchThread
+from keepstep.monitor.daemon.webhook import Webhook
 from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
 from keepstep.monitor.node.stacks import StackDumps
@@ -39,7 +41,7 @@ from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.children import Children
 from keepstep.monitor.tree.step_records import NO_RECORDS, merge_steps, with_missing
 from keepstep.monitor.tree.summary import Summary
-from keepstep.monitor.views.events import EventFile
+from keepstep.monitor.views.events import EventFile, EventSink
 from keepstep.monitor.views.pages import no_ranks_text
 from keepstep.monitor.views.service import application
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
@@ -86,7 +88,7 @@ class Daemon:
         # By node: a node refuses more than a few dumps at a time, and verdicts come all at once.
         self._dump_turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stopped = asyncio.Event()
-        self._events: EventFile | None = None
+        self._event_sinks: list[EventSink] = []
 
     async def run(self) -> None:
         """Serve until `stop`.
@@ -99,8 +101,9 @@ class Daemon:
             owned.callback(self._blocking_thread.shutdown)
             owned.push_async_callback(self._close_components)
             if self._settings.events is not None:
-                self._events = EventFile(self._settings.events, self.job, self._settings.node)
-                owned.callback(self._events.close)
+                file = EventFile(self._settings.events, self.job, self._settings.node)
+                self._event_sinks.append(file)
+                owned.callback(file.close)
             self._children = Children(self._settings.secret)
             owned.push_async_callback(self._children.close)
             owned.push_async_callback(self._stack_dumps.close)
@@ -108,7 +111,8 @@ class Daemon:
             self.address.set_result(await self._serve(owned))
             await self._log_if_no_ranks()
             async with asyncio.TaskGroup() as group:
-                loops = [group.create_task(loop) for loop in self._loops()]
+                pushers = await self._pushers(owned)
+                loops = [group.create_task(loop) for loop in (*self._loops(), *pushers)]
                 await self._stopped.wait()
                 for task in (*loops, *self._dumps):
                     task.cancel()
@@ -169,7 +173,7 @@ class Daemon:
             KeyError: no verdict of this number holds, nor is one muted.
         """
         note = await self.on_watch(lambda watch: watch.note_verdict(number, request))
-        self._write_event(partial(EventFile.noted, number=number, note=note, wall_s=time.time()))
+        self._write_event(partial(EventSink.noted, number=number, note=note, wall_s=time.time()))
         text = "its note is removed" if note is None else note.text
         _LOG.info("verdict %d: %s", number, text)
         self._runtime.events.append(JobEvent(time.time(), f"verdict #{number}", text))
@@ -207,6 +211,19 @@ class Daemon:
         if components.job_status_source is not None:
             loops.append(_every(_JOB_STATUS_EVERY_S, self._runtime.refresh_status))
         return loops
+
+    async def _pushers(self, owned: AsyncExitStack) -> list[Coroutine[Any, Any, None]]:
+        """Return what pushes telemetry and verdicts to other programs."""
+        settings = self._settings
+        pushers: list[OtlpExporter | Webhook] = []
+        if settings.otlp is not None:
+            pushers.append(OtlpExporter(settings.otlp, self, settings.node, self._faults))
+        if settings.webhook is not None:
+            pushers.append(Webhook(settings.webhook, self.job, settings.node, self._faults))
+        for pusher in pushers:
+            self._event_sinks.append(pusher)
+            owned.push_async_callback(pusher.close)
+        return [pusher.run() for pusher in pushers]
 
     async def _serve(self, owned: AsyncExitStack) -> str:
         """Start the HTTP server; return its URL."""
@@ -267,13 +284,15 @@ class Daemon:
             return
         changes = diagnosis_round.changes
         for entry in changes.opened:
-            self._write_event(partial(EventFile.opened, entry=entry))
+            is_muted = diagnosis_round.is_muted(entry.verdict)
+            self._write_event(partial(EventSink.opened, entry=entry), alerts=not is_muted)
             if entry.verdict.syndrome in HANGS:
                 task = asyncio.create_task(self._record_stacks(entry))
                 self._dumps.add(task)
                 task.add_done_callback(self._dumps.discard)
         for entry in changes.closed:
-            self._write_event(partial(EventFile.closed, entry=entry))
+            is_muted = diagnosis_round.is_muted(entry.verdict)
+            self._write_event(partial(EventSink.closed, entry=entry), alerts=not is_muted)
         if changes.opened or changes.closed:
             await self._save_state()
         if await self._runtime.handle(diagnosis_round):
@@ -281,16 +300,22 @@ class Daemon:
 
     def _record_action(self, action: EnforcementAction, outcome: str) -> None:
         wall_s = time.time()
-        self._write_event(partial(EventFile.acted, action=action, outcome=outcome, wall_s=wall_s))
+        self._write_event(partial(EventSink.acted, action=action, outcome=outcome, wall_s=wall_s))
 
-    def _write_event(self, write: Callable[[EventFile], None]) -> None:
-        """Write to the event file, if there is one. A failure is counted: log and page remain."""
-        if self._events is None:
-            return
-        try:
-            write(self._events)
-        except OSError as error:
-            self._faults.record("event file", error)
+    def _write_event(self, write: Callable[[EventSink], None], *, alerts: bool = True) -> None:
+        """Write to the event file, and push. A failure is counted: log and page remain.
+
+        Args:
+            write: called with each sink.
+            alerts: whether people are alerted, by the webhook.
+        """
+        for sink in self._event_sinks:
+            if not alerts and isinstance(sink, Webhook):
+                continue
+            try:
+                write(sink)
+            except OSError as error:
+                self._faults.record("event file", error)
 
     async def _poll_children(self) -> None:
         """Request the changes of every child, all at once."""
@@ -337,7 +362,7 @@ class Daemon:
                 partial(Watch.record_stacks, number=entry.number, rank=rank, stacks=stacks)
             )
             self._write_event(
-                partial(EventFile.stacks, entry=entry, rank=rank, stacks=stacks, wall_s=time.time())
+                partial(EventSink.stacks, entry=entry, rank=rank, stacks=stacks, wall_s=time.time())
             )
         await self._save_state()
 

@@ -16,9 +16,11 @@ from keepstep.monitor.contracts import (
     VerdictPublisher,
 )
 from keepstep.monitor.daemon.local_monitors import LocalMonitor
+from keepstep.monitor.daemon.otlp_settings import OtlpSettings
 from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.secret import is_loopback
+from keepstep.monitor.views.webhook import WebhookAddress
 from keepstep.monitor.watch.rank_store import WatchLimits
 
 
@@ -43,6 +45,8 @@ class Settings:
             turns, and what the page shows of them is older.
         events: file for events; None for none.
         state: file for the state that survives a restart; None for none.
+        otlp: where telemetry is pushed to; None for nowhere.
+        webhook: where verdicts are posted to; None for nowhere.
         limits: of what is kept.
 
     Raises:
@@ -63,6 +67,8 @@ class Settings:
     record_ranks_per_s: int = 1000
     events: Path | None = None
     state: Path | None = None
+    otlp: OtlpSettings | None = None
+    webhook: WebhookAddress | None = None
     limits: WatchLimits = field(default_factory=WatchLimits)
 
     def __post_init__(self) -> None:

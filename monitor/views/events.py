@@ -1,4 +1,4 @@
-"""Writes events to a file, one JSON object a line, as OpenTelemetry log records.
+"""Describes events as OpenTelemetry log records, and writes them to a file, a JSON object a line.
 
 The fields are those of OpenTelemetry's log data model (timestamp, severity, event name, body,
 attributes, resource), so any collector's file receiver accepts the file. A file that has grown to
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from keepstep.monitor.verdicts import Syndrome
 from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
 from keepstep.monitor.watch.verdict_notes import VerdictNote
 
+OPENED, CLOSED = "keepstep.verdict.opened", "keepstep.verdict.closed"
 _LIMIT_NBYTES = 64 * 2**20
 _SERVICE = "keepstep-monitor"
 _INFO, _WARN, _ERROR = (9, "INFO"), (13, "WARN"), (17, "ERROR")
@@ -33,31 +35,10 @@ _GRAVE = HANGS | {
 }
 
 
-class EventFile:
-    """The file, open for appending until `close`.
+class EventSink(ABC):
+    """Receives events: verdicts that open and close, stacks that are taken for them, actions."""
 
-    Raises:
-        MonitorError: it cannot be opened.
-    """
-
-    def __init__(self, path: Path, job: str, node: str, limit_nbytes: int = _LIMIT_NBYTES) -> None:
-        self._path = path
-        self._limit_nbytes = limit_nbytes
-        self._resource = {
-            "service.name": _SERVICE,
-            "service.instance.id": node,
-            "host.name": socket.gethostname(),
-            "keepstep.job": job,
-        }
-        # Whether the last write failed in the middle of a line.
-        self._is_torn = False
-        try:
-            self._descriptor = _open(path)
-        except OSError as error:
-            raise MonitorError(
-                f"events cannot be appended to {path} ({error.strerror}); name another file"
-            ) from error
-
+    @abstractmethod
     def write(
         self,
         name: str,
@@ -66,35 +47,22 @@ class EventFile:
         attributes: Mapping[str, Any],
         wall_s: float,
     ) -> None:
-        """Append one event and write it to the operating system at once: the node may die next.
+        """Take one event.
 
         Raises:
             OSError: it cannot be written; the next event is tried again.
         """
-        record = _record(name, severity, body, attributes, wall_s, self._resource)
-        if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
-            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-        if not self._is_in_place():
-            new_descriptor = _open(self._path)
-            os.close(self._descriptor)
-            self._descriptor, self._is_torn = new_descriptor, False
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        rest = b"\n" + line if self._is_torn else line
-        while rest:
-            written = os.write(self._descriptor, rest)
-            rest = rest[written:]
-            self._is_torn = bool(rest)
 
     def opened(self, entry: VerdictEntry) -> None:
         """Write that a verdict began to hold."""
-        self.write("keepstep.verdict.opened", *_describe(entry), entry.opened_at_s)
+        self.write(OPENED, *_describe(entry), entry.opened_at_s)
 
     def closed(self, entry: VerdictEntry) -> None:
         """Write that a verdict has ended."""
         verdict = entry.verdict
         ended_s = entry.reported_at_s if entry.closed_at_s is None else entry.closed_at_s
         body = f"{verdict.subject}: {verdict.syndrome} ended after {ended_s - entry.since_s:.1f} s"
-        self.write("keepstep.verdict.closed", _INFO, body, _attributes(entry), ended_s)
+        self.write(CLOSED, _INFO, body, _attributes(entry), ended_s)
 
     def stacks(
         self, entry: VerdictEntry, rank: int, stacks: Mapping[str, Any], wall_s: float
@@ -129,6 +97,54 @@ class EventFile:
         body = f"verdict {number}: {'its note is removed' if note is None else note.text}"
         self.write("keepstep.verdict.noted", _INFO, body, attributes, wall_s)
 
+
+class EventFile(EventSink):
+    """The file, open for appending until `close`.
+
+    Raises:
+        MonitorError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, job: str, node: str, limit_nbytes: int = _LIMIT_NBYTES) -> None:
+        self._path = path
+        self._limit_nbytes = limit_nbytes
+        self._resource = resource_of(job, node)
+        # Whether the last write failed in the middle of a line.
+        self._is_torn = False
+        try:
+            self._descriptor = _open(path)
+        except OSError as error:
+            raise MonitorError(
+                f"events cannot be appended to {path} ({error.strerror}); name another file"
+            ) from error
+
+    def write(
+        self,
+        name: str,
+        severity: tuple[int, str],
+        body: str,
+        attributes: Mapping[str, Any],
+        wall_s: float,
+    ) -> None:
+        """Append one event and write it to the operating system at once: the node may die next.
+
+        Raises:
+            OSError: it cannot be written; the next event is tried again.
+        """
+        record = event_record(name, severity, body, attributes, wall_s, self._resource)
+        if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
+            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+        if not self._is_in_place():
+            new_descriptor = _open(self._path)
+            os.close(self._descriptor)
+            self._descriptor, self._is_torn = new_descriptor, False
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        rest = b"\n" + line if self._is_torn else line
+        while rest:
+            written = os.write(self._descriptor, rest)
+            rest = rest[written:]
+            self._is_torn = bool(rest)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
@@ -148,12 +164,20 @@ def _open(path: Path) -> int:
 
 def opened_event(entry: VerdictEntry) -> dict[str, Any]:
     """Return the event of a verdict that was reached after the fact, as `EventFile.opened` does."""
-    return _record(
-        "keepstep.verdict.opened", *_describe(entry), entry.opened_at_s, {"service.name": _SERVICE}
-    )
+    return event_record(OPENED, *_describe(entry), entry.opened_at_s, {"service.name": _SERVICE})
 
 
-def _record(
+def resource_of(job: str, node: str) -> dict[str, str]:
+    """Return what events come from, by OpenTelemetry's names."""
+    return {
+        "service.name": _SERVICE,
+        "service.instance.id": node,
+        "host.name": socket.gethostname(),
+        "keepstep.job": job,
+    }
+
+
+def event_record(
     name: str,
     severity: tuple[int, str],
     body: str,
@@ -161,6 +185,7 @@ def _record(
     wall_s: float,
     resource: Mapping[str, Any],
 ) -> dict[str, Any]:
+    """Return an event as JSON."""
     return {
         "timestamp": datetime.fromtimestamp(wall_s, UTC)
         .isoformat(timespec="microseconds")
@@ -192,6 +217,7 @@ def _attributes(entry: VerdictEntry) -> dict[str, Any]:
         "keepstep.verdict.since_unix_nano": str(int(entry.since_s * 1e9)),
         "keepstep.verdict.confidence": verdict.confidence,
         "keepstep.verdict.advice": str(verdict.advice),
+        "keepstep.verdict.to_do": verdict.instruction,
         "keepstep.verdict.evidence": list(verdict.evidence),
     }
     if verdict.subject.node:

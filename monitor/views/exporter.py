@@ -44,6 +44,11 @@ def exposition(watch: Watch, job: str, job_status: JobStatus | None) -> bytes:
     return generate_latest(registry)
 
 
+def series(watch: Watch, job: str, job_status: JobStatus | None) -> list[Metric]:
+    """Return all series. Called on the thread that owns the watch."""
+    return list(_Collector(watch, job, job_status).collect())
+
+
 class _Collector(Collector):
     """Builds all families at every scrape, so there are no series of ranks that no longer exist."""
 

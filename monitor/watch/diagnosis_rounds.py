@@ -79,6 +79,10 @@ class DiagnosisRound:
             ),
         )
 
+    def is_muted(self, verdict: Verdict) -> bool:
+        """Whether people have muted this verdict, so nobody is to be alerted."""
+        return self._kind(verdict) is NoteKind.MUTED
+
     def _kind(self, verdict: Verdict) -> NoteKind | None:
         return next((note.kind for note in self.notes if note.is_about(verdict)), None)
 
