@@ -79,6 +79,8 @@ integrations-test: setup
 clusters-test: setup
 	-test "$$(id -u)" != 0 || command -v slurmctld slurmd || ! command -v apt-get || \
 		apt-get install --yes --quiet --no-install-recommends slurm-wlm
+	test -x .venv-viewers/bin/python || { $(PYTHON) -m venv .venv-viewers && \
+		.venv-viewers/bin/pip install --quiet holistictraceanalysis==0.5.0 viztracer==1.1.1; }
 	$(BIN)/python -m pytest -m clusters -rs tests/integration/clusters
 
 # Azurite, a server of Azure's interface, from the npm registry; without it its tests are skipped.
@@ -95,4 +97,4 @@ compat: setup
 	$(BIN)/python -m ops.compat $(TORCH) --environments $(ENVIRONMENTS) --json
 
 clean:
-	rm -rf $(VENV) .venv-convert-* .venv-integration-* .venv-torch-* demo-output build dist *.egg-info node_modules
+	rm -rf $(VENV) .venv-convert-* .venv-integration-* .venv-torch-* .venv-viewers demo-output build dist *.egg-info node_modules

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -282,6 +283,17 @@ def trains() -> None:
     while True:
         train(trained)
         dist.all_reduce(torch.ones(8 if parts else 4))
+
+
+def paced() -> None:
+    """Train without end, a step in some twenty milliseconds."""
+    dist.init_process_group("gloo")
+    monitor.attach()
+    trained = nn.parallel.DistributedDataParallel(model())
+    announce("ready")
+    while True:
+        train(trained)
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
