@@ -12,6 +12,10 @@ the training state, and are sent when `on_snapshot` reports that their step is s
                 ...
                 tracker.write(job.steps + 1, loss=mean_loss)  # the same on all ranks
     tracker.finish()
+
+A process that is killed takes along what its tracker has not written yet: W&B's process ends with
+it. `Tracker(WandbRecord(project="run7"), keep=1000)` keeps the last steps in the training state,
+and the process that replaces it sends those that the record does not have.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import keepstep
 
 
 class Record(Protocol):
-    """The written part of a tracker; W&B has `run.step` and `run.log(values, step=step)`."""
+    """The written part of a tracker."""
 
     def last_step(self) -> int:
         """Return the last step that it has; 0: none."""
@@ -57,12 +61,46 @@ class CsvRecord:
             file.write(",".join([str(step), *(f"{k}={v!r}" for k, v in values.items())]) + "\n")
 
 
-class Tracker:
-    """Sends each step's values to a record once, in order, by rank 0."""
+class WandbRecord:
+    """A run of W&B, which the process that is rank 0 begins or goes on with.
 
-    def __init__(self, record: Record) -> None:
+    Args:
+        options: of `wandb.init`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._run: Any = None
+        self._last = 0
+
+    def last_step(self) -> int:
+        """Return the last step that the run has; offline a process knows none of another one."""
+        if self._run is None:
+            import wandb
+
+            self._run = wandb.init(**self._options)
+            self._last = self._run.step - 1
+        return self._last
+
+    def append(self, step: int, values: dict[str, float]) -> None:
+        """Log a step's values."""
+        self._run.log(values, step=step)
+        self._last = step
+
+
+class Tracker:
+    """Sends each step's values to a record once, in order, by rank 0.
+
+    Args:
+        record: where to.
+        keep: how many steps to keep that were sent, for a record that a killed process leaves
+            without its last ones.
+    """
+
+    def __init__(self, record: Record, keep: int = 0) -> None:
         self._record = record
-        self._waiting: dict[int, dict[str, float]] = {}
+        self._keep = keep
+        self._values: dict[int, dict[str, float]] = {}
         self._sends = False
 
     def on_generation(self, entered: keepstep.GenerationEntered) -> None:
@@ -71,26 +109,27 @@ class Tracker:
 
     def on_snapshot(self, committed: keepstep.SnapshotCommitted) -> None:
         """Send the safe values, without those that an earlier process has sent."""
-        safe = [step for step in self._waiting if step <= committed.step]
-        last = self._record.last_step() if self._sends else 0
-        for step in sorted(safe):
-            values = self._waiting.pop(step)
-            if self._sends and step > last:
-                self._record.append(step, values)
+        if self._sends:
+            last = self._record.last_step()
+            for step in sorted(self._values):
+                if last < step <= committed.step:
+                    self._record.append(step, self._values[step])
+        first = committed.step - self._keep + 1
+        self._values = {step: it for step, it in self._values.items() if step >= first}
 
     def write(self, step: int, **values: float) -> None:
         """Queue a step's values, to be sent once it is safe; inside `with job.step()`."""
-        self._waiting[step] = values
+        self._values[step] = values
 
     def finish(self) -> None:
         """Send the rest, after the job's end."""
-        last = max(self._waiting, default=0)
+        last = max(self._values, default=0)
         self.on_snapshot(keepstep.SnapshotCommitted(generation=0, step=last))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsent values: a process that replaces this one sends them."""
-        return {"waiting": [[step, values] for step, values in self._waiting.items()]}
+        """Return the values: a process that replaces this one sends those that are missing."""
+        return {"values": [[step, values] for step, values in self._values.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the unsent values of a state."""
-        self._waiting = {step: dict(values) for step, values in state["waiting"]}
+        """Continue with the values of a state."""
+        self._values = {step: dict(values) for step, values in state["values"]}

@@ -36,6 +36,7 @@ from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment, Drained, Ready
 from keepstep.elastic.worker.session import Session, wall_clock_s
+from keepstep.elastic.worker.tracker_environment import tracker_variables
 from keepstep.torch_internals import drop_compiled_code
 
 log = logging.getLogger("keepstep")
@@ -134,6 +135,7 @@ class GenerationState:
         if self._session.is_managed:
             # The same names as before: only new ones would move what other threads may be reading.
             os.environ.update(assignment.environment())
+            os.environ.update(tracker_variables(assignment, os.environ))
         telemetry.reopen(assignment)
         world = self._world = self._groups.enter(assignment, mesh)
         self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))

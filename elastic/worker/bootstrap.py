@@ -38,6 +38,7 @@ from keepstep.elastic.worker.script_failure import (
 )
 from keepstep.elastic.worker.script_modules import import_modules
 from keepstep.elastic.worker.session import Session, open_session
+from keepstep.elastic.worker.tracker_environment import tracker_variables
 from keepstep.log_format import log_to_stderr_unless_configured
 from keepstep.notices import leave_notices, restore_notices
 from keepstep.processes import die_with_parent
@@ -75,6 +76,7 @@ def main() -> None:
         import_modules(modules)
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())
+    os.environ.update(tracker_variables(assignment, os.environ))
     if outputs:
         redirect(Outputs.decode(outputs), assignment)
     restore_notices()

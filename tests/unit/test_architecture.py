@@ -195,7 +195,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic": "",
         # The front of it all.
         "autoload": "monitor.telemetry",
-        "integrations": "elastic.data elastic.errors elastic.trainer",
+        "integrations": "elastic.data elastic.errors elastic.trainer elastic.worker",
         "__main__": "elastic.cli",
         "": ("checkpoint elastic.data elastic.errors elastic.trainer monitor"),
     }.items()
