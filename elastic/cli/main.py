@@ -485,5 +485,21 @@ def resume(store: str | None, secret_file: Path | None, job: str) -> None:
     click.echo(resume_job(find_job(store, job, secret_file)))
 
 
+@main.command()
+@click.argument("cloud", type=click.Choice(CHOICES[1:]), default="auto")
+def notices(cloud: str) -> None:
+    """Ask CLOUD once what it announces for this machine, as `run --notices CLOUD` would.
+
+    The exit status is 1 if it does not answer.
+    """
+    import asyncio
+
+    from keepstep.elastic.cloud.watch import look
+
+    has_answered, lines = asyncio.run(look(cloud))
+    click.echo("\n".join(lines))
+    sys.exit(0 if has_answered else _EXIT_FAILURE)
+
+
 if __name__ == "__main__":
     main()

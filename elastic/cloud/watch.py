@@ -26,6 +26,31 @@ from keepstep.elastic.cloud.notice import (
 log = logging.getLogger("keepstep")
 
 _RETRY_S = 5.0
+_DEFAULT_GRACE_S = 30.0
+_FAILURES = (aiohttp.ClientError, TimeoutError, ValueError)
+
+
+async def look(choice: str) -> tuple[bool, list[str]]:
+    """Ask a cloud once; return whether it has answered everything, and a line for each answer.
+
+    Args:
+        choice: one of `CHOICES`, but `off`.
+    """
+    cloud = find_cloud() if choice == "auto" else Cloud(choice)
+    if cloud is None:
+        return False, [f"the firmware of this machine names none of {', '.join(Cloud)}"]
+    has_answered, lines = True, []
+    async with session() as opened:
+        for source in sources(cloud, os.environ):
+            try:
+                notices = await source.read(opened)
+            except _FAILURES as error:
+                has_answered = False
+                lines.append(f"no answer from {source.url}: {_reason(error)}")
+                continue
+            lines.append(f"answers at {source.url}, with {len(notices)} notices")
+            lines += describe_changes((), notices, _DEFAULT_GRACE_S + MARGIN_S, time.time())
+    return has_answered, [f"{cloud.upper()} {line}" for line in lines]
 
 
 def start_watch(
@@ -55,6 +80,10 @@ def start_watch(
     task = asyncio.create_task(watch.run(), name="notices")
     task.add_done_callback(_report_end)
     return task
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or "no answer in time"
 
 
 def _report_end(task: asyncio.Task[None]) -> None:
@@ -111,11 +140,11 @@ class NoticeWatch:
             pause_s = source.pause_s
             try:
                 notices = await source.read(opened)
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            except _FAILURES as error:
                 if not is_silent:
                     log.warning(
                         "%s: no notices from %s (%s); asking again until it answers",
-                        self._cloud.upper(), source.url, str(error) or "no answer in time",
+                        self._cloud.upper(), source.url, _reason(error),
                     )  # fmt: skip
                 is_silent = True
                 pause_s = _RETRY_S

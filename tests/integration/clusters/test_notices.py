@@ -18,7 +18,9 @@ from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from keepstep.elastic.cli.main import main
 from keepstep.elastic.cloud.metadata import find_cloud, sources
 from keepstep.elastic.cloud.notice import Cloud
 from keepstep.elastic.cloud.watch import NoticeWatch
@@ -267,6 +269,29 @@ def test_cloud_is_found_by_what_the_firmware_names(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert find_cloud(tmp_path) is cloud
+
+
+def test_command_says_what_a_cloud_announces_or_that_it_does_not_answer(
+    service: MetadataService,
+) -> None:
+    def ask(cloud: str) -> tuple[int, list[str]]:
+        done = CliRunner().invoke(main, ["notices", cloud])
+        return done.exit_code, done.output.splitlines()
+
+    assert ask("aws") == (0, [f"AWS answers at {service.url}/latest, with 0 notices"])
+    service.serve(PREEMPTED, "TRUE")
+    assert ask("gcp") == (
+        0,
+        [
+            f"GCP answers at {service.url}{PREEMPTED}, with 1 notices",
+            "GCP announces a preemption: this node leaves now",
+            f"GCP answers at {service.url}{MAINTENANCE_EVENT}, with 0 notices",
+        ],
+    )
+    service.refuses = True
+    status, (line,) = ask("azure")
+    assert status == 1
+    assert line.startswith(f"AZURE no answer from {service.url}/metadata: 503")
 
 
 JOBS = {
