@@ -47,22 +47,14 @@ def _measure_once(directory: Path) -> tuple[float, int]:
             return next(line["at_s"] for line in lines() if holds(line))
 
         wait_until(lambda line: line["step"] >= 20 and line["world_size"] == 2)
-        killed_at_s = time.monotonic()
+        generation, killed_at_s = lines()[-1]["generation"], time.monotonic()
         cluster.kill_container(cluster.pod(WORKERS, 1), "node")
-        gap_s = wait_until(lambda line: line["at_s"] > killed_at_s and line["generation"] > 1)
-        grown_at_s = wait_until(
-            lambda line: (
-                line["at_s"] > killed_at_s and line["generation"] > 1 and line["world_size"] == 2
-            )
-        )
-        before = _recoveries(cluster)
-        drained_at_s = max(grown_at_s, time.monotonic())
+        gap_s = wait_until(lambda line: line["generation"] > generation)
+        wait_until(lambda line: line["generation"] > generation and line["world_size"] == 2)
+        generation = lines()[-1]["generation"]
         cluster.drain(cluster.pod(WORKERS, 0).identity.machine)
-        wait_until(lambda line: line["at_s"] > drained_at_s and line["world_size"] == 1)
-        wait_until(
-            lambda line: line["at_s"] > drained_at_s and line["generation"] > len(before) + 1
-        )
-        after = _recoveries(cluster)[len(before) :]
+        wait_until(lambda line: line["generation"] > generation)
+        after = [it for it in _recoveries(cluster) if it["generation"] > generation]
     return gap_s - killed_at_s, sum(recovery["lost_steps"] for recovery in after)
 
 

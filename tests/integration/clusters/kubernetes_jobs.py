@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,24 +62,29 @@ class Job:
     def wait_for_step(self, step: int, timeout_s: float = 90) -> None:
         self.cluster.wait_until(lambda: self.step() >= step, patient(timeout_s))
 
-    def wait_for_generation(self, generation: int, timeout_s: float = 90) -> None:
-        """Wait until a step was made in this generation or a later one."""
-        self.cluster.wait_until(
-            lambda: self.newest()["generation"] >= generation, patient(timeout_s)
-        )
+    def wait_for_later_generation(self, generation: int, timeout_s: float = 90) -> None:
+        """Wait until a step was made in a later generation."""
+        self.cluster.wait_until(lambda: self.generation() > generation, patient(timeout_s))
 
     def wait_for_ranks(self, count: int, timeout_s: float = 90) -> None:
         """Wait until some steps were made by so many ranks."""
         self.cluster.wait_until(lambda: self.newest()["world_size"] == count, patient(timeout_s))
         self.wait_for_step(self.step() + 3)
 
-    def status(self, pod: Pod) -> Mapping[str, Any]:
-        """Return what `keepstep status` says in a pod."""
+    def generation(self) -> int:
+        """Return the newest generation that has made a step."""
+        return int(self.newest()["generation"])
+
+    def lost_steps(self, pod: Pod, generation: int) -> list[int]:
+        """Return how many steps each later generation computed again, as a pod's status says."""
+        return [it["lost_steps"] for it in self.recoveries(pod, generation)]
+
+    def recoveries(self, pod: Pod, generation: int) -> list[dict[str, Any]]:
+        """Return the recoveries after a generation, as `keepstep status` prints them in a pod."""
         command = "keepstep status --store $STORE --job $JOB --once --json"
-        found: Mapping[str, Any] = json.loads(
-            self.cluster.execute(pod, "node", "sh", "-c", command)
-        )
-        return found
+        printed = self.cluster.execute(pod, "node", "sh", "-c", command)
+        found: list[dict[str, Any]] = json.loads(printed)["recoveries"]
+        return [it for it in found if it["generation"] > generation]
 
     def check_losses(self) -> None:
         """Compare samples and losses with those of one process that nothing disturbs."""

@@ -30,15 +30,14 @@ def test_pod_that_is_killed_is_replaced_and_one_step_at_most_is_computed_again(
     manifests = [it for it in manifests if it["kind"] != "Deployment"]
     with kubernetes(tmp_path, manifests) as job:
         job.wait_for_ranks(2)
-        lost = job.cluster.pod(WORKERS, 1)
+        before, lost = job.generation(), job.cluster.pod(WORKERS, 1)
         job.cluster.kill_container(lost, "node")
         job.cluster.wait_until(lambda: lost.phase == "Failed", patient(10))
         assert lost.codes == {"node": 137}
-        job.wait_for_generation(2)
+        job.wait_for_later_generation(before)
         job.wait_for_ranks(2)
         assert job.cluster.pod(WORKERS, 1).identity.name != lost.identity.name
-        _, *recoveries = job.status(job.cluster.pod(WORKERS, 0))["recoveries"]
-        assert sum(it["lost_steps"] for it in recoveries) <= 1
+        assert sum(job.lost_steps(job.cluster.pod(WORKERS, 0), before)) <= 1
         assert job.cluster.workloads[WORKERS].failures == {1: 1}
     job.check_losses()
 
@@ -49,17 +48,17 @@ def test_container_that_is_killed_is_restarted_in_place_by_the_kubelet(tmp_path:
     manifests = overlay(tmp_path / "overlay", components=["in-place"], arguments=endless())
     with kubernetes(tmp_path, manifests) as job:
         job.wait_for_ranks(2)
-        pod = job.cluster.pod(WORKERS, 1)
+        before, pod = job.generation(), job.cluster.pod(WORKERS, 1)
         job.cluster.kill_container(pod, "node")
         job.cluster.wait_until(lambda: pod.restarts["node"] == 1, patient(10))
-        job.wait_for_generation(2)
+        job.wait_for_later_generation(before)
         job.wait_for_ranks(2)
         assert job.cluster.pod(WORKERS, 1) is pod
         assert pod.phase == "Running"
         assert pod.restarts == {"node": 1}
-        _, *recoveries = job.status(pod)["recoveries"]
-        assert "parity" in recoveries[0]["source"]
-        assert sum(it["lost_steps"] for it in recoveries) <= 1
+        first, *_ = job.recoveries(pod, before)
+        assert "parity" in first["source"]
+        assert sum(job.lost_steps(pod, before)) <= 1
     job.check_losses()
 
 
@@ -68,16 +67,15 @@ def test_drained_machine_hands_over_and_no_step_is_lost(tmp_path: Path) -> None:
     manifests = overlay(tmp_path / "overlay", arguments=endless())
     with kubernetes(tmp_path, manifests) as job:
         job.wait_for_ranks(2)
-        evicted = job.cluster.pod(WORKERS, 0)
+        before, evicted = job.generation(), job.cluster.pod(WORKERS, 0)
         job.cluster.drain(evicted.identity.machine)
         job.cluster.wait_until(lambda: evicted.phase == "Failed", patient(90))
         assert evicted.codes == {"node": 128 + signal.SIGTERM}
-        job.wait_for_generation(2)
+        job.wait_for_later_generation(before)
         job.wait_for_ranks(2)
         assert job.cluster.pod(WORKERS, 0).identity.machine != evicted.identity.machine
         assert job.cluster.workloads[WORKERS].failures == {}
-        _, *recoveries = job.status(job.cluster.pod(WORKERS, 1))["recoveries"]
-        assert [it["lost_steps"] for it in recoveries] == [0] * len(recoveries)
+        assert set(job.lost_steps(job.cluster.pod(WORKERS, 1), before)) == {0}
     job.check_losses()
 
 
@@ -86,15 +84,18 @@ def test_lost_machine_costs_one_step_at_most_with_a_member_of_etcd_on_it(tmp_pat
     manifests = overlay(tmp_path / "overlay", arguments=endless())
     with kubernetes(tmp_path, manifests) as job:
         job.wait_for_ranks(2)
-        lost, member = job.cluster.pod(WORKERS, 1), job.cluster.pod("etcd", 2)
+        before, lost, member = (
+            job.generation(),
+            job.cluster.pod(WORKERS, 1),
+            job.cluster.pod("etcd", 2),
+        )
         job.cluster.lose(lost.identity.machine)
         if member.phase == "Running":
             job.cluster.lose(member.identity.machine)
-        job.wait_for_generation(2)
+        job.wait_for_later_generation(before)
         job.wait_for_ranks(2)
         assert job.cluster.workloads[WORKERS].failures == {}
-        _, *recoveries = job.status(job.cluster.pod(WORKERS, 0))["recoveries"]
-        assert sum(it["lost_steps"] for it in recoveries) <= 1
+        assert sum(job.lost_steps(job.cluster.pod(WORKERS, 0), before)) <= 1
     job.check_losses()
 
 
@@ -103,6 +104,7 @@ def test_job_grows_and_shrinks_with_the_number_of_its_pods(tmp_path: Path) -> No
     manifests = overlay(tmp_path / "overlay", arguments=endless())
     with kubernetes(tmp_path, manifests) as job:
         job.wait_for_ranks(2)
+        before = job.generation()
         job.cluster.scale(WORKERS, 3)
         job.wait_for_ranks(3)
         job.cluster.scale(WORKERS, 1)
@@ -110,8 +112,7 @@ def test_job_grows_and_shrinks_with_the_number_of_its_pods(tmp_path: Path) -> No
         left = [job.cluster.pod(WORKERS, index) for index in (1, 2)]
         job.cluster.wait_until(lambda: {it.phase for it in left} == {"Failed"}, patient(90))
         assert [it.codes["node"] for it in left] == [128 + signal.SIGTERM] * 2
-        _, *recoveries = job.status(job.cluster.pod(WORKERS, 0))["recoveries"]
-        assert [it["lost_steps"] for it in recoveries] == [0] * len(recoveries)
+        assert set(job.lost_steps(job.cluster.pod(WORKERS, 0), before)) == {0}
     job.check_losses()
 
 
@@ -153,11 +154,11 @@ def test_train_job_recovers_with_the_variables_that_the_trainer_sets(tmp_path: P
     with kubernetes(tmp_path, [jobset_of(train_job, runtime)]) as job:
         workers = "run8-node-0"
         job.wait_for_ranks(2)
+        before = job.generation()
         job.cluster.kill_container(job.cluster.pod(workers, 1), "node")
-        job.wait_for_generation(2)
+        job.wait_for_later_generation(before)
         job.wait_for_ranks(2)
-        _, *recoveries = job.status(job.cluster.pod(workers, 0))["recoveries"]
-        assert sum(it["lost_steps"] for it in recoveries) <= 1
+        assert sum(job.lost_steps(job.cluster.pod(workers, 0), before)) <= 1
     job.check_losses()
 
 
