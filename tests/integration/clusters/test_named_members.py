@@ -167,20 +167,21 @@ def test_node_that_has_lost_the_data_of_its_member_is_replaced(named: NamedMembe
 
 @pytest.mark.clusters
 def test_job_trains_on_without_a_majority_and_goes_on_when_it_is_back(named: NamedMembers) -> None:
-    before = named.begin()
+    reached = step_of(named.begin())
     stopped = [named.etcd_of(node) for node in ("a", "b")]
     for member in stopped:
         member.suspend()
     wait_for_output(named.job, "training goes on")
     for member in stopped:
         member.resume()
-    after = named.wait_until(lambda view: step_of(view) > step_of(before) + 5)
-    assert after.generation_number == before.generation_number
+    # A leader that was stopped may find that all leases have ended: then the nodes join again.
+    after = named.wait_until(lambda view: is_on(view, *NODES) and step_of(view) > reached + 5)
     # Members alone that end are started again by their nodes.
     for node in ("b", "c"):
         named.etcd_of(node).kill()
-    last = named.wait_until(lambda view: step_of(view) > step_of(after) + 5)
-    assert last.generation_number == before.generation_number
+    reached = step_of(after)
+    last = named.wait_until(lambda view: is_on(view, *NODES) and step_of(view) > reached + 5)
+    assert all(recovery.lost_steps <= 1 for recovery in last.history.recoveries)
     named.interrupt_all()
 
 
