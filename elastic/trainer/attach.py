@@ -172,14 +172,19 @@ def _session(checkpoint: str | None) -> Session:
 
 
 def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
-    # A framework's optimizer may wrap the one that the scheduler drives.
-    attached = {id(it) for own in optimizers for it in (own, getattr(own, "optimizer", own))}
+    attached = {id(_unwrapped(it)) for it in optimizers}
     for number, scheduler in enumerate(schedulers):
-        if id(scheduler.optimizer) not in attached:
+        if id(_unwrapped(scheduler.optimizer)) not in attached:
             raise UsageError(
                 f"attach(scheduler=...): scheduler {number} drives an optimizer that is not among "
                 "those of attach(optimizer=...): give all optimizers that the script steps"
             )
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside those of frameworks, such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _check_groups(world_size: int) -> None:

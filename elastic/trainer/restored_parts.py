@@ -1,15 +1,65 @@
-"""Compares the parts of a job and a checkpoint other than the model and the optimizers.
+"""Compares the parts of a job and a checkpoint other than tensors of the model and the optimizers.
 
 Pure. Such parts may be added to a job, or taken from it: what goes on without its state is named.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Json
 from keepstep.checkpoint.format.layout.completeness import shortened
+
+_DRIVEN = "initial_lr"
+"""The option that schedulers add to the groups that they drive."""
+_SCHEDULED = ("lr", "momentum", "betas")
+"""Options that schedulers change."""
+_OF_KIND = ("decoupled_weight_decay",)
+"""Options that tell one kind of optimizer from another: Adam from AdamW."""
+
+
+def check_options(stored: Mapping[str, Json], own: Mapping[str, Json], step: int) -> None:
+    """Check that a group's stored options may be those of an optimizer of the same kind.
+
+    Releases of PyTorch add options, so that one side may have more than the other.
+
+    Args:
+        stored: the options in the checkpoint.
+        own: those of the job's optimizer.
+        step: the checkpoint's.
+
+    Raises:
+        LayoutMismatch: each side has an option that the other lacks, or it was of another kind.
+    """
+    kinds = {name for name in _OF_KIND if name in own and stored.get(name, own[name]) != own[name]}
+    gone, new = sorted({*stored} - {*own} | kinds), sorted({*own} - {*stored} | kinds)
+    # What a scheduler adds to a group says nothing of the optimizer.
+    if [name for name in gone if name != _DRIVEN] and [name for name in new if name != _DRIVEN]:
+        raise LayoutMismatch(
+            f"step {step} has the state of another kind of optimizer: its options {gone[:4]} are "
+            f"not those of the job's, {new[:4]}; give the optimizer with which it was saved, or "
+            "begin another job from the model alone with start_from=StartFrom(url, only='model')"
+        )
+
+
+def differing_options(stored: Mapping[str, Json], own: Mapping[str, Json]) -> list[str]:
+    """Return the options of a group that a checkpoint sets to others than the script, in words.
+
+    Those that schedulers change are left out where one drives the group.
+    """
+    is_driven = _DRIVEN in own
+    return [
+        f"{name} {_value(stored[name])} (the script gives {_value(own[name])})"
+        for name in sorted({*stored} & {*own})
+        if stored[name] != own[name] and not (is_driven and name in _SCHEDULED)
+    ]
+
+
+def _value(value: Json) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else "another one"
 
 
 def check_schedulers(stored: Collection[Json], count: int, step: int) -> None:

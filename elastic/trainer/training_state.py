@@ -22,8 +22,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.format.layout.boxes import Box, Json
-from keepstep.checkpoint.format.layout.completeness import MODEL, OPTIMIZER, Requested, taken_names
-from keepstep.checkpoint.format.layout.documents import CONFIG, PROVENANCE
+from keepstep.checkpoint.format.layout.completeness import (
+    MODEL,
+    OPTIMIZER,
+    Requested,
+    shortened,
+    taken_names,
+)
+from keepstep.checkpoint.format.layout.documents import CONFIG, GROUPS, PROVENANCE
 from keepstep.checkpoint.format.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
 from keepstep.checkpoint.format.layout.source import Source
 from keepstep.checkpoint.live.allocation import allocate
@@ -31,7 +37,7 @@ from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.computed import ComputedTensors, fit_computed, is_extra_state
 from keepstep.checkpoint.live.fills import Fill, fill
 from keepstep.checkpoint.live.model_parameters import ModelParameters
-from keepstep.checkpoint.live.optimizer_options import restore_options
+from keepstep.checkpoint.live.optimizer_options import options_of, restore_options
 from keepstep.checkpoint.live.optimizer_rest import parameters_of
 from keepstep.checkpoint.live.optimizer_state import local_groups, parameter_slots
 from keepstep.checkpoint.live.part_slices import FusedTensors
@@ -45,8 +51,10 @@ from keepstep.elastic.data.position import NO_POSITION, IndexedPass, Position, S
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import check_mesh_positions
 from keepstep.elastic.trainer.restored_parts import (
+    check_options,
     check_schedulers,
     differing_extra,
+    differing_options,
     differing_schedulers,
 )
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
@@ -142,6 +150,9 @@ class TrainingState:
         }
         self._descriptions = state.descriptions
         self._config = checked_config(state.config)
+        self._has_restored = False
+        self._given: tuple[Position, Mapping[str, Any]] | None = None
+        """Where the job goes on, and the states that extra objects were given, until a step."""
         self._state_reader = LiveStateReader(state.model, self.optimizers, state.descriptions)
 
     def parameter_names(self) -> set[str]:
@@ -263,6 +274,7 @@ class TrainingState:
             fills = [replace(item, zeroes_rest=True) for item in fills]
         trainer = source.documents[_TRAINER]
         check_schedulers(trainer["schedulers"], len(self.schedulers), source.step)
+        self._compare_options(source)
         stored_extra_keys = trainer[_EXTRA_TENSORS]
         own_extra_keys = {key: _keys(tensors) for key, tensors in tensors_of_extra.items()}
         known = {key for keys in own_extra_keys.values() for key in keys if key in source.tensors}
@@ -309,11 +321,13 @@ class TrainingState:
             for line in differing_schedulers(stored, own, number):
                 self._warn(source.step, line)
             scheduler.load_state_dict(from_json_value(stored, own))
-        self._restore_extra(begun, trainer["extra"])
+        extra = self._restore_extra(begun, trainer["extra"])
         self._restore_randomness(begun, seed)
         stream = StreamPosition.restore(trainer["stream"], source.documents, *self._data_share)
         indexed_pass = IndexedPass.restore(trainer["indexed_pass"])
-        return Position(trainer["step"], trainer["batch"], stream, indexed_pass)
+        position = Position(trainer["step"], trainer["batch"], stream, indexed_pass)
+        self._has_restored, self._given = True, (position, extra)
+        return position
 
     def invalidate_if_moved(self) -> None:
         """Make the next `capture` check for tensors whose memory was replaced."""
@@ -349,8 +363,13 @@ class TrainingState:
         extra: dict[str, Json] = {}
         extra_keys: dict[str, Json] = {}
         all_extra_tensors: list[LiveTensor] = []
+        # An object that was given a state has it until the next step. Asking for it may change it:
+        # torchdata's StatefulDataLoader draws random numbers, and fixes the order of its pass.
+        if self._given is not None and self._given[0] != position:
+            self._given = None
+        given = self._given[1] if self._given is not None else {}
         for key, value in self._extra.items():
-            state = value.state_dict()
+            state = given[key] if key in given else value.state_dict()
             extra_tensors = _tensors_of(key, state, self._fused)
             changed = _keys(extra_tensors) ^ self._first_extra_keys[key]
             if changed:
@@ -397,16 +416,44 @@ class TrainingState:
             )
         return LiveState((*tensors, *_generators(rank, _generator_states())), documents)
 
-    def _restore_extra(self, begun: BegunRestore, stored: Mapping[str, Json]) -> None:
-        """Restore the objects that the source has; others keep their initial state."""
-        for key, value in self._extra.items():
-            state = begun.extra[key]
+    def _restore_extra(self, begun: BegunRestore, stored: Mapping[str, Json]) -> Mapping[str, Any]:
+        """Restore the objects that the source has, and return their states.
+
+        Others keep their initial state.
+        """
+        given: dict[str, Any] = {}
+        for key, state in begun.extra.items():
             tensors = _tensors_of(key, state, self._fused)
             if tensors and all(tensor.key in begun.source.tensors for tensor in tensors):
                 # The tensors that `state_dict` returned may be copies.
-                value.load_state_dict(state)
+                given[key] = state
             elif not tensors and stored.get(key) is not None:
-                value.load_state_dict(from_json_value(stored[key], state))
+                given[key] = from_json_value(stored[key], state)
+        for key, state in given.items():
+            self._extra[key].load_state_dict(state)
+        return given
+
+    def _compare_options(self, source: Source) -> None:
+        """Refuse another kind of optimizer's state, and name options that are not the script's.
+
+        Raises:
+            LayoutMismatch: it is of another kind.
+        """
+        stored = {
+            name: group["options"]
+            for group in source.documents.get(GROUPS, ())
+            for name in group["parameters"]
+        }
+        lines: dict[str, None] = {}
+        for optimizer, group, names in ModelParameters(self.model).groups(self.optimizers):
+            own = options_of(optimizer, group)
+            for options in itertools.islice((stored[it] for it in names if it in stored), 1):
+                check_options(options, own, source.step)
+                lines.update(dict.fromkeys(differing_options(options, own)))
+        # Later it is training that has changed them.
+        if lines and not self._has_restored:
+            text = f"the optimizer goes on with the options of its state: {shortened(lines)}"
+            self._warn(source.step, text)
 
     def _requested(self) -> Requested:
         """Return what this rank asks a checkpoint for, of model and optimizers."""

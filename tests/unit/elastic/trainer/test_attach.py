@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 from unittest.mock import Mock
 
@@ -80,6 +81,28 @@ def test_process_attaches_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach_module, "current", lambda: Mock(has_joined=True))
     with pytest.raises(UsageError, match="has attached a model or joined a job before"):
         keepstep.attach(*model_and_optimizer())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer as Accelerate does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = optimizer.state
+        self._optimizer_step_pre_hooks: dict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Any] = OrderedDict()
+
+
+@pytest.mark.parametrize("wraps_attached", [False, True])
+def test_scheduler_may_drive_a_wrapper_of_an_attached_optimizer(wraps_attached: bool) -> None:
+    model, optimizer = model_and_optimizer()
+    wrapper = Wrapper(optimizer)
+    inner, outer = (wrapper, optimizer) if wraps_attached else (optimizer, wrapper)
+    scheduler = torch.optim.lr_scheduler.StepLR(outer, 1)
+    training = keepstep.attach(model, inner, scheduler)
+    training.restore()
+    training.finish()
 
 
 def test_steps_are_counted_only_between_restore_and_finish() -> None:

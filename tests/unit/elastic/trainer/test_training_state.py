@@ -489,3 +489,84 @@ def test_slots_of_a_parameter_that_no_optimizer_has_are_refused() -> None:
     after = TrainingState(State(nn.Linear(2, 2), frozen), torch.device("cpu"), 0)
     with pytest.raises(LayoutMismatch, match=r"optim/bias/exp_avg.*: in the source, but of no"):
         after.restore_from(held, seed=2)
+
+
+def optimized(
+    make: Callable[..., torch.optim.Optimizer],
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TrainingState:
+    state = State(nn.Linear(2, 2), functools.partial(make, **options), extra=extra or {})
+    return TrainingState(state, torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD),
+        (torch.optim.SGD, torch.optim.AdamW),
+        (torch.optim.AdamW, torch.optim.Adam),
+        (torch.optim.Adagrad, torch.optim.RMSprop),
+    ],
+)
+def test_state_of_another_kind_of_optimizer_is_refused(
+    before: Callable[..., torch.optim.Optimizer], after: Callable[..., torch.optim.Optimizer]
+) -> None:
+    held = Held(optimized(before).capture(Position(3, 3)))
+    with pytest.raises(LayoutMismatch, match="state of another kind of optimizer"):
+        optimized(after).restore_from(held, seed=2)
+    optimized(before).restore_from(held, seed=2)
+
+
+def test_options_that_the_script_now_gives_otherwise_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held = Held(optimized(torch.optim.AdamW, lr=0.5).capture(Position(3, 3)))
+    edited = optimized(torch.optim.AdamW, lr=0.25, amsgrad=True)
+    edited.restore_from(held, seed=2)
+    assert "amsgrad false (the script gives true), lr 0.5 (the script gives 0.25)" in caplog.text
+    caplog.clear()
+    edited.optimizers[0].param_groups[0]["lr"] = 0.125
+    edited.restore_from(held, seed=2)
+    assert caplog.text == ""
+
+
+def test_rate_that_a_scheduler_has_changed_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    before = scheduled(2)
+    for scheduler in before.schedulers:
+        scheduler.step()
+        scheduler.step()
+    scheduled(2).restore_from(Held(before.capture(Position(3, 3))), seed=2)
+    assert caplog.text == ""
+
+
+class Drawing:
+    """Draws a random number when it is asked for its state, as StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.value, self.asked = 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        torch.rand(())
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_extra_object_is_not_asked_for_a_state_that_it_was_just_given() -> None:
+    before = Drawing()
+    before.value = 7
+    held = Held(optimized(torch.optim.SGD, {"loader": before}).capture(Position(3, 3)))
+    after = Drawing()
+    training = optimized(torch.optim.SGD, {"loader": after})
+    position = training.restore_from(held, seed=2)
+    asked = after.asked
+    again = Held(training.capture(position))
+    assert (after.value, after.asked) == (7, asked)
+    assert again.documents["trainer"] == held.documents["trainer"]
+    assert all(torch.equal(again.values[key], held.values[key]) for key in held.values)
+    after.value = 8
+    later = training.capture(Position(4, 4))
+    assert later.documents["trainer"]["extra"] == {"loader": {"value": 8}}
