@@ -6,9 +6,12 @@ ends, so does the process: its successor runs the script from its first line and
 
 from __future__ import annotations
 
+import logging
 import operator
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -40,6 +43,10 @@ from keepstep.elastic.worker.messages import (
 from keepstep.elastic.worker.session import Session, wall_clock_s
 
 T = TypeVar("T")
+
+log = logging.getLogger("keepstep")
+
+_LONG_WAIT_S = 30.0
 
 
 class Attached:
@@ -236,9 +243,12 @@ class Attached:
         generation, final = self._assignment.generation, self._position
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            if final.step > 0 and not snapshots.commit_final_snapshot(
-                self._located(), partial(self._session.wait_for_commit, generation=generation)
-            ):
+            wait_for_commit = partial(self._session.wait_for_commit, generation=generation)
+            with self._long_wait_named():
+                is_safe = final.step == 0 or snapshots.commit_final_snapshot(
+                    self._located(), wait_for_commit
+                )
+            if not is_safe:
                 self._end_process()
             self._session.report(Finishing(step=final.step))
             stores = self._checkpoint is not None and final.step > 0
@@ -248,6 +258,26 @@ class Attached:
         for hook in self._hooks:
             hook.remove()
         snapshots.close()
+
+    @contextmanager
+    def _long_wait_named(self) -> Iterator[None]:
+        """Log a line if the block takes long: other ranks may never come."""
+        waiting = threading.Timer(
+            _LONG_WAIT_S,
+            log.warning,
+            (
+                "rank %d has come to its end after step %d, and waits until all ranks have; one "
+                "that makes more steps than another, or is held up, keeps the job from its end",
+                self._assignment.rank,
+                self.steps,
+            ),
+        )
+        waiting.daemon = True
+        waiting.start()
+        try:
+            yield
+        finally:
+            waiting.cancel()
 
     def end_if_over(self) -> None:
         """End the process if the job goes on with other ranks.

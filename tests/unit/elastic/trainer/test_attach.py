@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +15,8 @@ import keepstep
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer import attach as attach_module
+from keepstep.elastic.trainer import attached as attached_module
+from tests.adaptive_timeouts import patient
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +122,26 @@ def test_steps_are_counted_only_between_restore_and_finish() -> None:
     training.finish()
     with pytest.raises(UsageError, match=r"finish\(\) was called"):
         training.step_done()
+
+
+def test_rank_that_waits_long_at_its_end_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = model_and_optimizer()
+    training = keepstep.attach(model, optimizer)
+    training.restore()
+    step(training, model, optimizer)
+
+    def commit(*_: object) -> bool:
+        until_s = time.monotonic() + patient(10)
+        while "rank 0 has come to its end after step 1, and waits" not in caplog.text:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        return True
+
+    monkeypatch.setattr(attached_module, "_LONG_WAIT_S", 0.01)
+    monkeypatch.setattr(attached_module.SnapshotManager, "commit_final_snapshot", commit)
+    training.finish()
 
 
 def test_job_that_has_nothing_to_restore_begins_with_what_a_function_loads() -> None:
