@@ -132,10 +132,10 @@ def test_job_whose_first_node_is_lost_begins_again_from_its_newest_checkpoint(
     running = SlurmTraining(slurm, tmp_path / "job", every=5)
     # The node that is left waits so long for the coordinator, by default 600 s; so do both when
     # they start, until their workers are warm.
-    job = running.submit(PET_RDZV_CONF="last_call_timeout=30,join_timeout=60")
+    job = running.submit(PET_RDZV_CONF="last_call_timeout=30,join_timeout=40")
     running.wait_for_step(AT_STEP, patient(120), world_size=2)
     slurm.lose_node("n1")
-    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", patient(240), "requeued job")
+    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", patient(480), "requeued job")
     slurm.start_node("n1")
     shown = completed(running, job)
     assert shown["Restarts"] == "1"
