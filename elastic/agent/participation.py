@@ -162,7 +162,7 @@ class Participation:
                         # Joining again would restart the job.
                         return self._end_with(result)
                     log.error("%s; its workers stop, joining again", lost)
-                    member_until_s = time.monotonic()
+                    member_until_s = self._node.membership.answered_s
                     await self._node.membership.restore_job()
                     await self._end_work()
                 except InvariantViolated:

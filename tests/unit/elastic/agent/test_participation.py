@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -355,6 +356,23 @@ def test_node_that_is_to_leave_does_not_wait_longer_than_its_grace_for_the_coord
 
     play(scenario())
     assert caplog.messages[-1] == "left without joining again: no answer"
+
+
+def test_outage_that_has_lasted_as_long_as_the_job_waits_is_not_waited_for_again(
+    tmp_path: Path,
+) -> None:
+    """Agents ended after several times the time that is documented."""
+
+    async def scenario() -> None:
+        async with participating(tmp_path) as participation:
+            lost = Lost(participation, View(), is_away=True)
+            limit_s = participation._config.policy.quorum_timeout_s
+            participation._node.membership.answered_s = time.monotonic() - limit_s - 1
+            with pytest.raises(StoreUnavailable, match="no answer"):
+                await participation.run()
+            assert lost.joined == 2
+
+    play(scenario())
 
 
 def test_outage_in_which_a_node_stands_still_is_described_with_what_ends_it() -> None:
