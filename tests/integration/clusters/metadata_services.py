@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from tests.adaptive_timeouts import patient
+
 _TOKEN = "a-token"
 _GCP = "/computeMetadata/v1/instance"
 
@@ -71,7 +73,7 @@ class MetadataService:
             done.set()
 
         self._loop.call_soon_threadsafe(act)
-        assert done.wait(60)
+        assert done.wait(patient(60))
 
     async def _answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
@@ -140,10 +142,10 @@ def metadata_service() -> Iterator[MetadataService]:
         await asyncio.gather(*others, return_exceptions=True)
 
     try:
-        asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(start(), loop).result(patient(60))
         yield service
     finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(patient(60))
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
+        thread.join(patient(60))
         loop.close()

@@ -16,6 +16,7 @@ import yaml
 
 from ops.local_kubernetes.manifests import Manifest, kubectl, only, rendered
 from ops.local_kubernetes.trial import MANIFESTS, ROOT
+from tests.adaptive_timeouts import patient
 from tests.integration.clusters.test_kubernetes_manifests import (
     RELEASES,
     conflicts,
@@ -38,7 +39,7 @@ def run(line: str, *options: str) -> subprocess.CompletedProcess[str]:
     place = arguments.index("--") if "--" in arguments else len(arguments)
     command = [kubectl() or "", *arguments[:place], *options, *arguments[place:]]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patient(60)
     )
 
 
