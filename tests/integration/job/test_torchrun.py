@@ -344,6 +344,7 @@ def test_lost_worker_and_then_a_lost_node_that_returns_change_no_loss_of_an_atta
 
 
 @pytest.mark.long
+@pytest.mark.frameworks
 def test_terminated_node_hands_over_the_state_of_an_attached_script(
     tmp_path: Path, etcd_server: EmbeddedEtcd
 ) -> None:

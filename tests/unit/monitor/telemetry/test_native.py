@@ -39,8 +39,13 @@ WITHOUT_DRIVER = "process_without_the_driver_observes_nothing_and_loads_nothing"
 WITHOUT_TORCH = sorted(path for path in SOURCES.glob("*.cpp") if path.name != "kernels.cpp")
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 COMPILERS = [
-    ("g++",), ("clang++",) if shutil.which("clang++") else (sys.executable, "-m", "ziglang", "c++")
-]  # fmt: skip
+    pytest.param(("g++",), id="g++"),
+    pytest.param(
+        ("clang++",) if shutil.which("clang++") else (sys.executable, "-m", "ziglang", "c++"),
+        id="clang++",
+        marks=pytest.mark.campaign,
+    ),
+]
 STRICT = ("-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{SOURCES}")
 SANITIZERS = {
     "thread": ("-fsanitize=thread", "-O1", "-g"),
@@ -147,7 +152,7 @@ def test_claim_holds(faults: Mapping[tuple[str, str], str], kind: str, claim: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", COMPILERS, ids=["g++", "clang++"])
+@pytest.mark.parametrize("compiler", COMPILERS)
 def test_sources_compile_without_a_warning(
     compiler: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
