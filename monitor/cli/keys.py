@@ -42,7 +42,8 @@ class Keys:
             return
         before = termios.tcgetattr(descriptor)
         loop = asyncio.get_running_loop()
-        tty.setcbreak(descriptor)
+        # By default it drops what was typed since the last context.
+        tty.setcbreak(descriptor, termios.TCSANOW)
         loop.add_reader(descriptor, self._read, descriptor)
         try:
             yield

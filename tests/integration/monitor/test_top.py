@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from keepstep.monitor.cli.keys import Keys
 from keepstep.monitor.cli.top import render, show, strip
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.errors import MonitorUnreachable
@@ -146,6 +147,23 @@ def test_rank_without_recent_reading_is_not_shown_as_alive() -> None:
     text = console.export_text()
     assert "ranks 2 of 3 alive, 1 not reporting" in text
     assert re.search(r"2 +n1 .*no report for 41.0 s", text)
+
+
+def test_key_that_is_pressed_while_nobody_reads_is_read_next() -> None:
+    async def check() -> None:
+        ours, terminal = pty.openpty()
+        keys = Keys(terminal)
+        with keys.reading():
+            assert await keys.next(0.01) == ""
+        os.write(ours, b"m")
+        # The terminal shows what it has taken in.
+        assert os.read(ours, 1) == b"m"
+        with keys.reading():
+            assert await keys.next(patient(10)) == "m"
+        os.close(ours)
+        os.close(terminal)
+
+    asyncio.run(check())
 
 
 def test_verdict_is_muted_by_a_key() -> None:
