@@ -92,8 +92,11 @@ def _show_lost_peer() -> Shown:
     while time.monotonic() < settled_s:
         time.sleep(0.01)
     waiting = DEVICE.length
-    threading.Thread(target=group.abort).start()
+    aborting = threading.Thread(target=group.abort)
+    aborting.start()
+    # What waits is let go in the middle of the abort.
     DEVICE.synchronize()
+    aborting.join()
     try:
         dist.all_reduce(value)
         raised = ""
