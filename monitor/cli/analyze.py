@@ -18,7 +18,7 @@ from keepstep.monitor.diagnosis.postmortem import Postmortem, examine
 from keepstep.monitor.telemetry.clocks import align
 from keepstep.monitor.telemetry.flight_recorder import read_dumps
 from keepstep.monitor.verdicts import Verdict
-from keepstep.monitor.views.events import opened_event
+from keepstep.monitor.views.events import SERVICE, opened_event
 from keepstep.monitor.watch.verdict_log import VerdictEntry
 
 _RANKS = 12
@@ -58,7 +58,7 @@ def as_object(postmortem: Postmortem, now_s: float) -> dict[str, Any]:
     return {
         "ranks": list(postmortem.ranks),
         "missing": list(postmortem.missing),
-        "verdicts": [opened_event(entry) for entry in entries],
+        "verdicts": [opened_event(entry, SERVICE) for entry in entries],
         "waits": [
             {
                 "operation": wait.operation,

@@ -41,7 +41,17 @@ from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.children import Children
 from keepstep.monitor.tree.step_records import NO_RECORDS, merge_steps, with_missing
 from keepstep.monitor.tree.summary import Summary
-from keepstep.monitor.views.events import EventFile, EventSink
+from keepstep.monitor.views.events import (
+    Event,
+    EventFile,
+    EventSink,
+    action_event,
+    closed_event,
+    note_event,
+    opened_event,
+    resource_of,
+    stacks_event,
+)
 from keepstep.monitor.views.pages import no_ranks_text
 from keepstep.monitor.views.service import application
 from keepstep.monitor.watch.diagnosis_rounds import DiagnosisRound
@@ -89,6 +99,7 @@ class Daemon:
         self._dump_turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stopped = asyncio.Event()
         self._event_sinks: list[EventSink] = []
+        self._resource = resource_of(settings.job, settings.node)
 
     async def run(self) -> None:
         """Serve until `stop`.
@@ -101,7 +112,7 @@ class Daemon:
             owned.callback(self._blocking_thread.shutdown)
             owned.push_async_callback(self._close_components)
             if self._settings.events is not None:
-                file = EventFile(self._settings.events, self.job, self._settings.node)
+                file = EventFile(self._settings.events)
                 self._event_sinks.append(file)
                 owned.callback(file.close)
             self._children = Children(self._settings.secret)
@@ -173,7 +184,7 @@ class Daemon:
             KeyError: no verdict of this number holds, nor is one muted.
         """
         note = await self.on_watch(lambda watch: watch.note_verdict(number, request))
-        self._write_event(partial(EventSink.noted, number=number, note=note, wall_s=time.time()))
+        self._write_event(note_event(number, note, time.time(), self._resource))
         text = "its note is removed" if note is None else note.text
         _LOG.info("verdict %d: %s", number, text)
         self._runtime.events.append(JobEvent(time.time(), f"verdict #{number}", text))
@@ -219,7 +230,7 @@ class Daemon:
         if settings.otlp is not None:
             pushers.append(OtlpExporter(settings.otlp, self, settings.node, self._faults))
         if settings.webhook is not None:
-            pushers.append(Webhook(settings.webhook, self.job, settings.node, self._faults))
+            pushers.append(Webhook(settings.webhook, self._faults))
         for pusher in pushers:
             self._event_sinks.append(pusher)
             owned.push_async_callback(pusher.close)
@@ -285,35 +296,34 @@ class Daemon:
         changes = diagnosis_round.changes
         for entry in changes.opened:
             is_muted = diagnosis_round.is_muted(entry.verdict)
-            self._write_event(partial(EventSink.opened, entry=entry), alerts=not is_muted)
+            self._write_event(opened_event(entry, self._resource), alerts=not is_muted)
             if entry.verdict.syndrome in HANGS:
                 task = asyncio.create_task(self._record_stacks(entry))
                 self._dumps.add(task)
                 task.add_done_callback(self._dumps.discard)
         for entry in changes.closed:
             is_muted = diagnosis_round.is_muted(entry.verdict)
-            self._write_event(partial(EventSink.closed, entry=entry), alerts=not is_muted)
+            self._write_event(closed_event(entry, self._resource), alerts=not is_muted)
         if changes.opened or changes.closed:
             await self._save_state()
         if await self._runtime.handle(diagnosis_round):
             await self._save_state()
 
     def _record_action(self, action: EnforcementAction, outcome: str) -> None:
-        wall_s = time.time()
-        self._write_event(partial(EventSink.acted, action=action, outcome=outcome, wall_s=wall_s))
+        self._write_event(action_event(action, outcome, time.time(), self._resource))
 
-    def _write_event(self, write: Callable[[EventSink], None], *, alerts: bool = True) -> None:
+    def _write_event(self, event: Event, *, alerts: bool = True) -> None:
         """Write to the event file, and push. A failure is counted: log and page remain.
 
         Args:
-            write: called with each sink.
+            event: to write.
             alerts: whether people are alerted, by the webhook.
         """
         for sink in self._event_sinks:
             if not alerts and isinstance(sink, Webhook):
                 continue
             try:
-                write(sink)
+                sink.write(event)
             except OSError as error:
                 self._faults.record("event file", error)
 
@@ -361,9 +371,7 @@ class Daemon:
             await self.on_watch(
                 partial(Watch.record_stacks, number=entry.number, rank=rank, stacks=stacks)
             )
-            self._write_event(
-                partial(EventSink.stacks, entry=entry, rank=rank, stacks=stacks, wall_s=time.time())
-            )
+            self._write_event(stacks_event(entry, rank, stacks, time.time(), self._resource))
         await self._save_state()
 
     async def _save_state(self) -> None:

@@ -24,7 +24,7 @@ from keepstep.monitor.daemon.otlp_settings import Endpoint, OtlpSettings, Signal
 from keepstep.monitor.daemon.posting import Posted, post
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.records import Phase
-from keepstep.monitor.views.events import EventSink, event_record, resource_of
+from keepstep.monitor.views.events import resource_of
 from keepstep.monitor.views.exporter import series
 from keepstep.monitor.views.otlp import (
     Message,
@@ -49,7 +49,7 @@ _LAST_S = 3.0
 """For so long what waits is still pushed when the daemon ends."""
 
 
-class OtlpExporter(EventSink):
+class OtlpExporter:
     """Pushes while `run` runs; `close` pushes what waits and ends.
 
     Args:
@@ -86,18 +86,10 @@ class OtlpExporter(EventSink):
         connector = aiohttp.TCPConnector(ssl=_tls(settings))
         self._session = aiohttp.ClientSession(connector=connector, trust_env=True)
 
-    def write(
-        self,
-        name: str,
-        severity: tuple[int, str],
-        body: str,
-        attributes: Mapping[str, Any],
-        wall_s: float,
-    ) -> None:
+    def write(self, event: Mapping[str, Any]) -> None:
         """Queue an event as a log record."""
         if Signal.LOGS in self._settings.endpoints:
-            record = event_record(name, severity, body, attributes, wall_s, {})
-            self._queue(self._events, record)
+            self._queue(self._events, event)
 
     async def run(self) -> None:
         """Push without end. A defect here is counted and leaves the rest of the daemon running."""

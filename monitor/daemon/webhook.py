@@ -16,7 +16,7 @@ import aiohttp
 
 from keepstep.monitor.daemon.posting import post
 from keepstep.monitor.errors import MonitorError
-from keepstep.monitor.views.events import CLOSED, OPENED, EventSink, event_record, resource_of
+from keepstep.monitor.views.events import CLOSED, OPENED
 from keepstep.monitor.views.webhook import WebhookAddress, webhook_content
 from keepstep.monitor.watch.component_faults import ComponentFaults
 
@@ -29,13 +29,11 @@ _LAST_S = 3.0
 """For so long verdicts that wait are still posted when the daemon ends."""
 
 
-class Webhook(EventSink):
+class Webhook:
     """Posts verdicts while `run` runs; `close` posts what waits and ends.
 
     Args:
         address: where to.
-        job: the job's name.
-        node: this node's name.
         faults: counts verdicts that could not be posted.
         pauses_s: between the tries of one verdict.
     """
@@ -43,31 +41,20 @@ class Webhook(EventSink):
     def __init__(
         self,
         address: WebhookAddress,
-        job: str,
-        node: str,
         faults: ComponentFaults,
         pauses_s: tuple[float, ...] = _PAUSES_S,
     ) -> None:
         self._address = address
-        self._resource = resource_of(job, node)
         self._faults = faults
         self._pauses_s = pauses_s
         self._waiting: deque[bytes] = deque()
         self._has_some = asyncio.Event()
         self._session = aiohttp.ClientSession(trust_env=True)
 
-    def write(
-        self,
-        name: str,
-        severity: tuple[int, str],
-        body: str,
-        attributes: Mapping[str, Any],
-        wall_s: float,
-    ) -> None:
+    def write(self, event: Mapping[str, Any]) -> None:
         """Queue a verdict; other events are not posted."""
-        if name not in (OPENED, CLOSED):
+        if event["event_name"] not in (OPENED, CLOSED):
             return
-        event = event_record(name, severity, body, attributes, wall_s, self._resource)
         content = webhook_content(event, is_slack=self._address.is_slack)
         if len(self._waiting) >= _MOST_WAITING:
             self._report(f"{_MOST_WAITING} verdicts wait, so one more is not posted")

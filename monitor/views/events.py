@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError
@@ -23,9 +22,13 @@ from keepstep.monitor.verdicts import Syndrome
 from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
 from keepstep.monitor.watch.verdict_notes import VerdictNote
 
+Event = dict[str, Any]
+"""A line of the event file."""
+
 OPENED, CLOSED = "keepstep.verdict.opened", "keepstep.verdict.closed"
 _LIMIT_NBYTES = 64 * 2**20
-_SERVICE = "keepstep-monitor"
+SERVICE = {"service.name": "keepstep-monitor"}
+"""The resource of events that belong to no running monitor."""
 _INFO, _WARN, _ERROR = (9, "INFO"), (13, "WARN"), (17, "ERROR")
 _GRAVE = HANGS | {
     Syndrome.DEAD_PROCESS,
@@ -35,80 +38,27 @@ _GRAVE = HANGS | {
 }
 
 
-class EventSink(ABC):
-    """Receives events: verdicts that open and close, stacks that are taken for them, actions."""
+class EventSink(Protocol):
+    """Receives events, each in the form of a line of the event file."""
 
-    @abstractmethod
-    def write(
-        self,
-        name: str,
-        severity: tuple[int, str],
-        body: str,
-        attributes: Mapping[str, Any],
-        wall_s: float,
-    ) -> None:
+    def write(self, event: Mapping[str, Any]) -> None:
         """Take one event.
 
         Raises:
             OSError: it cannot be written; the next event is tried again.
         """
 
-    def opened(self, entry: VerdictEntry) -> None:
-        """Write that a verdict began to hold."""
-        self.write(OPENED, *_describe(entry), entry.opened_at_s)
 
-    def closed(self, entry: VerdictEntry) -> None:
-        """Write that a verdict has ended."""
-        verdict = entry.verdict
-        ended_s = entry.reported_at_s if entry.closed_at_s is None else entry.closed_at_s
-        body = f"{verdict.subject}: {verdict.syndrome} ended after {ended_s - entry.since_s:.1f} s"
-        self.write(CLOSED, _INFO, body, _attributes(entry), ended_s)
-
-    def stacks(
-        self, entry: VerdictEntry, rank: int, stacks: Mapping[str, Any], wall_s: float
-    ) -> None:
-        """Write the stacks of a suspect's threads."""
-        attributes = {
-            "keepstep.verdict.number": entry.number,
-            "keepstep.rank": rank,
-            "keepstep.stacks": json.dumps(stacks),
-        }
-        self.write("keepstep.verdict.stacks", _INFO, f"stacks of rank {rank}", attributes, wall_s)
-
-    def acted(self, action: EnforcementAction, outcome: str, wall_s: float) -> None:
-        """Write what the policy did about a verdict: an alert, a restart or a replacement."""
-        attributes = {
-            "keepstep.action": str(action.kind),
-            "keepstep.action.reason": action.reason,
-            "keepstep.action.outcome": outcome,
-            "keepstep.action.nodes": list(action.nodes),
-            "keepstep.action.ranks": list(action.ranks),
-            "keepstep.verdict.syndrome": str(action.verdict.syndrome),
-            "keepstep.verdict.evidence": list(action.verdict.evidence),
-        }
-        body = f"{action}; {outcome}"
-        self.write("keepstep.policy.acted", _WARN, body, attributes, wall_s)
-
-    def noted(self, number: int, note: VerdictNote | None, wall_s: float) -> None:
-        """Write that a person has muted or acknowledged a verdict, or ended that."""
-        attributes: dict[str, Any] = {"keepstep.verdict.number": number}
-        if note is not None:
-            attributes |= {"keepstep.note.kind": str(note.kind), "keepstep.note.by": note.by}
-        body = f"verdict {number}: {'its note is removed' if note is None else note.text}"
-        self.write("keepstep.verdict.noted", _INFO, body, attributes, wall_s)
-
-
-class EventFile(EventSink):
+class EventFile:
     """The file, open for appending until `close`.
 
     Raises:
         MonitorError: it cannot be opened.
     """
 
-    def __init__(self, path: Path, job: str, node: str, limit_nbytes: int = _LIMIT_NBYTES) -> None:
+    def __init__(self, path: Path, limit_nbytes: int = _LIMIT_NBYTES) -> None:
         self._path = path
         self._limit_nbytes = limit_nbytes
-        self._resource = resource_of(job, node)
         # Whether the last write failed in the middle of a line.
         self._is_torn = False
         try:
@@ -118,27 +68,19 @@ class EventFile(EventSink):
                 f"events cannot be appended to {path} ({error.strerror}); name another file"
             ) from error
 
-    def write(
-        self,
-        name: str,
-        severity: tuple[int, str],
-        body: str,
-        attributes: Mapping[str, Any],
-        wall_s: float,
-    ) -> None:
+    def write(self, event: Mapping[str, Any]) -> None:
         """Append one event and write it to the operating system at once: the node may die next.
 
         Raises:
             OSError: it cannot be written; the next event is tried again.
         """
-        record = event_record(name, severity, body, attributes, wall_s, self._resource)
         if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
             os.replace(self._path, self._path.with_name(self._path.name + ".1"))
         if not self._is_in_place():
             new_descriptor = _open(self._path)
             os.close(self._descriptor)
             self._descriptor, self._is_torn = new_descriptor, False
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         rest = b"\n" + line if self._is_torn else line
         while rest:
             written = os.write(self._descriptor, rest)
@@ -162,30 +104,84 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def opened_event(entry: VerdictEntry) -> dict[str, Any]:
-    """Return the event of a verdict that was reached after the fact, as `EventFile.opened` does."""
-    return event_record(OPENED, *_describe(entry), entry.opened_at_s, {"service.name": _SERVICE})
-
-
 def resource_of(job: str, node: str) -> dict[str, str]:
     """Return what events come from, by OpenTelemetry's names."""
-    return {
-        "service.name": _SERVICE,
+    return SERVICE | {
         "service.instance.id": node,
         "host.name": socket.gethostname(),
         "keepstep.job": job,
     }
 
 
-def event_record(
+def opened_event(entry: VerdictEntry, resource: Mapping[str, str]) -> Event:
+    """Return the event that a verdict began to hold."""
+    verdict = entry.verdict
+    body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
+    severity = _ERROR if verdict.syndrome in _GRAVE else _WARN
+    return _event(OPENED, severity, body, _attributes(entry), entry.opened_at_s, resource)
+
+
+def closed_event(entry: VerdictEntry, resource: Mapping[str, str]) -> Event:
+    """Return the event that a verdict has ended."""
+    verdict = entry.verdict
+    ended_s = entry.reported_at_s if entry.closed_at_s is None else entry.closed_at_s
+    body = f"{verdict.subject}: {verdict.syndrome} ended after {ended_s - entry.since_s:.1f} s"
+    return _event(CLOSED, _INFO, body, _attributes(entry), ended_s, resource)
+
+
+def stacks_event(
+    entry: VerdictEntry,
+    rank: int,
+    stacks: Mapping[str, Any],
+    wall_s: float,
+    resource: Mapping[str, str],
+) -> Event:
+    """Return the event that the stacks of a suspect's threads were taken."""
+    attributes = {
+        "keepstep.verdict.number": entry.number,
+        "keepstep.rank": rank,
+        "keepstep.stacks": json.dumps(stacks),
+    }
+    body = f"stacks of rank {rank}"
+    return _event("keepstep.verdict.stacks", _INFO, body, attributes, wall_s, resource)
+
+
+def action_event(
+    action: EnforcementAction, outcome: str, wall_s: float, resource: Mapping[str, str]
+) -> Event:
+    """Return what the policy did about a verdict: an alert, a restart or a replacement."""
+    attributes = {
+        "keepstep.action": str(action.kind),
+        "keepstep.action.reason": action.reason,
+        "keepstep.action.outcome": outcome,
+        "keepstep.action.nodes": list(action.nodes),
+        "keepstep.action.ranks": list(action.ranks),
+        "keepstep.verdict.syndrome": str(action.verdict.syndrome),
+        "keepstep.verdict.evidence": list(action.verdict.evidence),
+    }
+    body = f"{action}; {outcome}"
+    return _event("keepstep.policy.acted", _WARN, body, attributes, wall_s, resource)
+
+
+def note_event(
+    number: int, note: VerdictNote | None, wall_s: float, resource: Mapping[str, str]
+) -> Event:
+    """Return the event that a person has muted or acknowledged a verdict, or ended that."""
+    attributes: dict[str, Any] = {"keepstep.verdict.number": number}
+    if note is not None:
+        attributes |= {"keepstep.note.kind": str(note.kind), "keepstep.note.by": note.by}
+    body = f"verdict {number}: {'its note is removed' if note is None else note.text}"
+    return _event("keepstep.verdict.noted", _INFO, body, attributes, wall_s, resource)
+
+
+def _event(
     name: str,
     severity: tuple[int, str],
     body: str,
     attributes: Mapping[str, Any],
     wall_s: float,
-    resource: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return an event as JSON."""
+    resource: Mapping[str, str],
+) -> Event:
     return {
         "timestamp": datetime.fromtimestamp(wall_s, UTC)
         .isoformat(timespec="microseconds")
@@ -198,13 +194,6 @@ def event_record(
         "attributes": dict(attributes),
         "resource": dict(resource),
     }
-
-
-def _describe(entry: VerdictEntry) -> tuple[tuple[int, str], str, dict[str, Any]]:
-    """Return severity, body and attributes of a verdict."""
-    verdict = entry.verdict
-    body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
-    return _ERROR if verdict.syndrome in _GRAVE else _WARN, body, _attributes(entry)
 
 
 def _attributes(entry: VerdictEntry) -> dict[str, Any]:

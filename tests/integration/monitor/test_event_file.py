@@ -12,7 +12,7 @@ import pytest
 from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.errors import MonitorError
-from keepstep.monitor.views.events import EventFile
+from keepstep.monitor.views.events import SERVICE, EventFile, closed_event, opened_event
 from keepstep.monitor.watch.verdict_log import VerdictEntry
 from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import get, running, until
@@ -56,24 +56,24 @@ def test_event_after_a_rename_begins_a_new_file(
     tmp_path: Path,
 ) -> None:
     path, moved = tmp_path / "events.jsonl", tmp_path / "events.jsonl-20260101"
-    events = EventFile(path, "run7", "node-a")
-    events.opened(ENTRY)
+    events = EventFile(path)
+    events.write(opened_event(ENTRY, SERVICE))
     path.rename(moved)
-    events.closed(ENTRY)
+    events.write(closed_event(ENTRY, SERVICE))
     assert (names(moved), names(path)) == (["keepstep.verdict.opened"], ["keepstep.verdict.closed"])
     # Renamed and created again, as logrotate's `create` does.
     path.unlink()
     path.touch()
-    events.opened(ENTRY)
+    events.write(opened_event(ENTRY, SERVICE))
     assert names(path) == ["keepstep.verdict.opened"]
     events.close()
 
 
 def test_file_that_has_grown_to_its_limit_is_renamed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    events = EventFile(path, "run7", "node-a", limit_nbytes=1)
-    events.opened(ENTRY)
-    events.closed(ENTRY)
+    events = EventFile(path, limit_nbytes=1)
+    events.write(opened_event(ENTRY, SERVICE))
+    events.write(closed_event(ENTRY, SERVICE))
     events.close()
     assert names(tmp_path / "events.jsonl.1") == ["keepstep.verdict.opened"]
     assert names(path) == ["keepstep.verdict.closed"]
@@ -83,7 +83,7 @@ def test_event_after_a_torn_line_is_a_line_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
-    events = EventFile(path, "run7", "node-a")
+    events = EventFile(path)
     real, left = os.write, [10]
 
     def full(descriptor: int, data: bytes) -> int:
@@ -94,8 +94,8 @@ def test_event_after_a_torn_line_is_a_line_of_its_own(
     with monkeypatch.context() as limited:
         limited.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            events.opened(ENTRY)
-    events.closed(ENTRY)
+            events.write(opened_event(ENTRY, SERVICE))
+    events.write(closed_event(ENTRY, SERVICE))
     events.close()
     assert json.loads(path.read_text().splitlines()[1])["event_name"] == "keepstep.verdict.closed"
 
@@ -103,4 +103,4 @@ def test_event_after_a_torn_line_is_a_line_of_its_own(
 @pytest.mark.parametrize("path", ["/tmp", "/proc/none/events.jsonl"])
 def test_path_that_cannot_be_opened_is_refused(path: str) -> None:
     with pytest.raises(MonitorError, match=path):
-        EventFile(Path(path), "run7", "node-a")
+        EventFile(Path(path))

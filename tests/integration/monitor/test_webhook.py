@@ -9,7 +9,7 @@ import pytest
 from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.daemon.webhook import Webhook
 from keepstep.monitor.tree.monitor_client import MonitorClient
-from keepstep.monitor.views.events import EventSink
+from keepstep.monitor.views.events import opened_event, resource_of
 from keepstep.monitor.views.webhook import WebhookAddress
 from keepstep.monitor.watch.component_faults import ComponentFaults
 from keepstep.monitor.watch.verdict_log import VerdictEntry
@@ -112,9 +112,8 @@ def test_tries_are_bounded_and_a_refusal_is_not_repeated(
             collector.statuses = list(statuses)
             faults = ComponentFaults()
             address = WebhookAddress.parse(collector.url + SECRET_PATH)
-            webhook: EventSink = Webhook(address, "run7", "node-a", faults, (0.0, 0.0, 0.0))
-            webhook.opened(ENTRY)
-            assert isinstance(webhook, Webhook)
+            webhook = Webhook(address, faults, (0.0, 0.0, 0.0))
+            webhook.write(opened_event(ENTRY, resource_of("run7", "node-a")))
             await webhook.close()
             assert collector.tries == tries
             assert (SECRET_PATH in collector.requests) == is_posted
