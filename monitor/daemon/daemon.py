@@ -105,7 +105,8 @@ class Daemon:
         """Serve until `stop`.
 
         Raises:
-            MonitorError: the daemon cannot listen on its address, or open the event file.
+            MonitorError: the daemon cannot listen on its address, open the event file, or read a
+                certificate.
         """
         async with AsyncExitStack() as owned:
             owned.callback(self._watch_thread.shutdown)
@@ -115,6 +116,7 @@ class Daemon:
                 file = EventFile(self._settings.events)
                 self._event_sinks.append(file)
                 owned.callback(file.close)
+            pushers = self._pushers(owned)
             self._children = Children(self._settings.secret)
             owned.push_async_callback(self._children.close)
             owned.push_async_callback(self._stack_dumps.close)
@@ -122,8 +124,8 @@ class Daemon:
             self.address.set_result(await self._serve(owned))
             await self._log_if_no_ranks()
             async with asyncio.TaskGroup() as group:
-                pushers = await self._pushers(owned)
-                loops = [group.create_task(loop) for loop in (*self._loops(), *pushers)]
+                pushing = [pusher.run() for pusher in pushers]
+                loops = [group.create_task(loop) for loop in (*self._loops(), *pushing)]
                 await self._stopped.wait()
                 for task in (*loops, *self._dumps):
                     task.cancel()
@@ -223,7 +225,7 @@ class Daemon:
             loops.append(_every(_JOB_STATUS_EVERY_S, self._runtime.refresh_status))
         return loops
 
-    async def _pushers(self, owned: AsyncExitStack) -> list[Coroutine[Any, Any, None]]:
+    def _pushers(self, owned: AsyncExitStack) -> Sequence[OtlpExporter | Webhook]:
         """Return what pushes telemetry and verdicts to other programs."""
         settings = self._settings
         pushers: list[OtlpExporter | Webhook] = []
@@ -234,7 +236,7 @@ class Daemon:
         for pusher in pushers:
             self._event_sinks.append(pusher)
             owned.push_async_callback(pusher.close)
-        return [pusher.run() for pusher in pushers]
+        return pushers
 
     async def _serve(self, owned: AsyncExitStack) -> str:
         """Start the HTTP server; return its URL."""

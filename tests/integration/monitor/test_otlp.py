@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.daemon.otlp_settings import OtlpSettings, otlp_settings
 from keepstep.monitor.daemon.settings import DaemonComponents
+from keepstep.monitor.errors import MonitorError
 from tests.integration.monitor.collectors import Collector, collecting
 from tests.integration.monitor.parts import FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import get, running, until
@@ -236,5 +237,15 @@ def test_relay_pushes_metrics_of_its_node_and_nothing_of_the_job() -> None:
             assert collector.requests.keys() == {"/v1/metrics"}
             assert "keepstep_job_ranks" not in str(collector.requests)
             assert "keepstep_rank_step" in str(collector.requests)
+
+    asyncio.run(check())
+
+
+def test_certificate_that_cannot_be_read_is_refused() -> None:
+    async def check() -> None:
+        otlp = asked("http://127.0.0.1:9", OTEL_EXPORTER_OTLP_CERTIFICATE="/none/ca.pem")
+        with pytest.raises(MonitorError, match="certificate of OTEL_EXPORTER_OTLP_"):
+            async with running(settings(otlp=otlp), parts()):
+                pass
 
     asyncio.run(check())
