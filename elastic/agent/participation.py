@@ -443,7 +443,8 @@ class Participation:
             return True
         if self._is_overdue:
             log.error(
-                "the %.0f s of --grace are over: what this node has not handed over is lost",
+                "the %.0f s of grace (--grace, of torchrun --rdzv-conf grace=) are over: what this "
+                "node has not handed over is lost",
                 self._config.grace_s,
             )
         return self._is_overdue

@@ -57,8 +57,6 @@ _CONNECT_S = 10.0
 _STORE_CONNECT_S = 5.0
 _STORE_TIMEOUT_S = 300.0
 """How long an agent waits for an entry of the torch store, as torchrun's own back ends have it."""
-_GRACE_S = 30.0
-"""How long this node may take to leave: `AgentConfig.grace_s`."""
 _ENTERED = "keepstep/entered"
 _POLL_S, _MOST_POLL_S = 0.005, 0.1
 
@@ -211,7 +209,7 @@ class KeepstepRendezvous(RendezvousHandler):
 
         # torchrun's own answer to SIGTERM: its workers end, and this node leaves the job.
         self._watch = start_watch(
-            self._settings.notices, _GRACE_S, partial(os.kill, os.getpid(), SIGTERM)
+            self._settings.notices, self._settings.grace_s, partial(os.kill, os.getpid(), SIGTERM)
         )
 
     def _leave_at_exit(self) -> None:

@@ -103,6 +103,7 @@ class TorchrunNode:
             run_directory=directory,
             digest=settings.digest,
             lease_ttl_s=settings.lease_ttl_s,
+            grace_s=settings.grace_s,
             spares=0,
         )
         listener = await AgentListener.open(node, host, max_peers=settings.policy.max_nodes)

@@ -13,7 +13,7 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.store.address import Access, Address, parse_address
 
-_NUMBERS = ("lease_ttl_s", "last_call_timeout", "join_timeout", "timeout")
+_NUMBERS = ("lease_ttl_s", "last_call_timeout", "join_timeout", "timeout", "grace")
 _CERTIFICATES = {"ca_cert": "CACERT", "ssl_cert": "CERT", "ssl_cert_key": "KEY"}
 _KNOWN = (*_NUMBERS, "nproc", "parity", *_CERTIFICATES, "secret_file", "notices")
 _NO_ID = ("", "none")
@@ -33,6 +33,7 @@ class Settings:
         lease_ttl_s: how long after its last sign of life the node is declared gone.
         workers: how many workers torchrun starts on this node; None: that is unknown, so that
             nothing is kept in memory.
+        grace_s: how long the node may take to hand over what it holds when it leaves.
         notices: whose notices are followed, as `keepstep run --notices`.
     """
 
@@ -43,7 +44,8 @@ class Settings:
     local_addr: str | None
     lease_ttl_s: float
     workers: int | None
-    notices: str = "off"
+    grace_s: float
+    notices: str
 
     @property
     def digest(self) -> str:
@@ -120,6 +122,7 @@ def parse_settings(
         local_addr=local_addr,
         lease_ttl_s=lease_ttl_s,
         workers=workers,
+        grace_s=numbers.get("grace", 30.0),
         notices=notices,
     )
 

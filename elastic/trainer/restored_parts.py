@@ -20,23 +20,26 @@ _OF_KIND = ("decoupled_weight_decay",)
 """Options that tell one kind of optimizer from another: Adam from AdamW."""
 
 
-def check_options(stored: Mapping[str, Json], own: Mapping[str, Json], step: int) -> None:
+def check_options(
+    stored: Mapping[str, Json], own: Mapping[str, Json], defaults: Collection[str], step: int
+) -> None:
     """Check that a group's stored options may be those of an optimizer of the same kind.
 
     Releases of PyTorch add options, so that one side may have more than the other.
 
     Args:
         stored: the options in the checkpoint.
-        own: those of the job's optimizer.
+        own: those of the job's group.
+        defaults: those that the job's optimizer knows; others are the script's or a scheduler's.
         step: the checkpoint's.
 
     Raises:
         LayoutMismatch: each side has an option that the other lacks, or it was of another kind.
     """
     kinds = {name for name in _OF_KIND if name in own and stored.get(name, own[name]) != own[name]}
-    gone, new = sorted({*stored} - {*own} | kinds), sorted({*own} - {*stored} | kinds)
-    # What a scheduler adds to a group says nothing of the optimizer.
-    if [name for name in gone if name != _DRIVEN] and [name for name in new if name != _DRIVEN]:
+    gone = sorted({*stored} - {*own} | kinds)
+    new = sorted({*own} & {*defaults} - {*stored} | kinds)
+    if gone and new:
         raise LayoutMismatch(
             f"step {step} has the state of another kind of optimizer: its options {gone[:4]} are "
             f"not those of the job's, {new[:4]}; give the optimizer with which it was saved, or "

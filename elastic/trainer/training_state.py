@@ -448,7 +448,7 @@ class TrainingState:
         for optimizer, group, names in ModelParameters(self.model).groups(self.optimizers):
             own = options_of(optimizer, group)
             for options in itertools.islice((stored[it] for it in names if it in stored), 1):
-                check_options(options, own, source.step)
+                check_options(options, own, optimizer.defaults, source.step)
                 lines.update(dict.fromkeys(differing_options(options, own)))
         # Later it is training that has changed them.
         if lines and not self._has_restored:

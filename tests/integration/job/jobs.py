@@ -135,9 +135,10 @@ def committed_step_of(view: View) -> int:
 
 def committed_in(view: View, generation: int) -> bool:
     """Return whether a step is committed that a generation has computed."""
-    *_, last = view.history.recoveries
+    last = next(reversed(view.history.recoveries), None)
     return (
-        view.snapshot is not None
+        last is not None
+        and view.snapshot is not None
         and view.snapshot.snapshot.generation == last.generation == generation
         and view.snapshot.snapshot.step > last.resumed_step
     )

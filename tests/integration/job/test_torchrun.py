@@ -349,13 +349,13 @@ def test_terminated_node_hands_over_the_state_of_an_attached_script(
     tmp_path: Path, etcd_server: EmbeddedEtcd
 ) -> None:
     """There is no parity that others could rebuild it from."""
-    conf = f"last_call_timeout=600,lease_ttl_s={LEASE_TTL_S},parity=0"
+    conf = f"last_call_timeout=600,lease_ttl_s={LEASE_TTL_S},parity=0,grace={patient(60):.0f}"
     with running(Nodes(tmp_path, etcd_server, pause_s=1.0, finishes=True)) as nodes:
         for name in "ab":
             nodes.start(name, conf=conf)
         before = nodes.view_where(lambda view: committed_step_of(view) >= 3)
         nodes.agents["b"].terminate()
-        assert nodes.agents.pop("b").wait(patient(60)) != 0
+        assert nodes.agents.pop("b").wait(patient(120)) != 0
         view = nodes.view_where(lambda view: committed_in(view, 2))
         (tmp_path / "log/hurry").touch()
         nodes.finish("a")

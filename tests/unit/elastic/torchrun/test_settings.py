@@ -37,10 +37,12 @@ def test_several_endpoints_and_limits_of_nodes_are_taken() -> None:
 
 
 def test_times_are_taken_as_torchrun_and_as_we_name_them() -> None:
-    parsed = settings(join_timeout="60", last_call_timeout="2", lease_ttl_s="3.5")
+    parsed = settings(join_timeout="60", last_call_timeout="2", lease_ttl_s="3.5", grace="90")
     assert parsed.policy.quorum_timeout_s == 60
     assert parsed.policy.last_call_s == 2
     assert parsed.lease_ttl_s == 3.5
+    assert parsed.grace_s == 90
+    assert settings().grace_s == 30
 
 
 @pytest.mark.parametrize(

@@ -518,6 +518,14 @@ def test_state_of_another_kind_of_optimizer_is_refused(
     optimized(before).restore_from(held, seed=2)
 
 
+def test_keys_that_a_script_adds_to_groups_may_have_other_names() -> None:
+    before, after = optimized(torch.optim.SGD), optimized(torch.optim.SGD)
+    before.optimizers[0].param_groups[0]["scale"] = 2.0
+    after.optimizers[0].param_groups[0]["multiplier"] = 3.0
+    after.restore_from(Held(before.capture(Position(3, 3))), seed=2)
+    assert after.optimizers[0].param_groups[0]["multiplier"] == 3.0
+
+
 def test_options_that_the_script_now_gives_otherwise_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
