@@ -2,17 +2,14 @@
 
 import pytest
 
-from keepstep.monitor.views.events import event_record
 from keepstep.monitor.views.webhook import WebhookAddress, webhook_content
 
-EVENT = event_record(
-    "keepstep.verdict.opened",
-    (17, "ERROR"),
-    "rank 2 <on> a&b: communication hang",
-    {"keepstep.verdict.to_do": "look at the network"},
-    1.5,
-    {"keepstep.job": "run7"},
-)
+EVENT = {
+    "severity_text": "ERROR",
+    "body": "rank 2 <on> a&b: communication hang",
+    "attributes": {"keepstep.verdict.to_do": "look at the network"},
+    "resource": {"keepstep.job": "run7"},
+}
 
 
 @pytest.mark.parametrize(
